@@ -1,0 +1,61 @@
+"""Every error that lockstep raises on purpose, as one tree.
+
+    LockstepError
+      ConfigError         a recipe, an override or a command-line value is wrong; nothing has run yet (also a ValueError)
+      ModelError          a model folder, a weight file or a configuration cannot be used (also a ValueError)
+      TokenizerError      a tokenizer or a chat template is missing, unsupported or inconsistent (also a ValueError)
+      DataError           a data set, a prompt or a task cannot be used (also a ValueError)
+      RewardError         a reward function raised, returned NaN or the wrong number of values
+      CapacityError       a request cannot ever fit: prompt over the limit, too few pages, too little memory
+      SyncError           weights could not be placed or verified; names the leaf, both shapes and both layouts
+      MismatchError       the trainer's log-probabilities are not the sampler's record (exact mode)
+      FingerprintError    a trajectory was made under another tokenizer, template, decoding or numerics
+      CheckpointError     a run directory or checkpoint is missing, torn or belongs to another recipe
+
+The message says what was expected, what was found, the name of the thing, and the remedy. Errors of ours
+(a broken invariant) are assertions, not members of this tree.
+"""
+
+
+class LockstepError(Exception):
+    """Base of all errors a user can cause or meet."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A recipe, an override or a command-line value is wrong."""
+
+
+class ModelError(LockstepError, ValueError):
+    """A model folder, a weight file or a model configuration cannot be used."""
+
+
+class TokenizerError(LockstepError, ValueError):
+    """A tokenizer or chat template is missing, unsupported or inconsistent."""
+
+
+class DataError(LockstepError, ValueError):
+    """A data set, a prompt or a task cannot be used."""
+
+
+class RewardError(LockstepError):
+    """A reward function raised, returned a value that is not finite, or the wrong number of values."""
+
+
+class CapacityError(LockstepError):
+    """A request can never fit: prompt over the limit, too few pages, too little memory."""
+
+
+class SyncError(LockstepError):
+    """Weights could not be placed or verified; the destination was left as it was."""
+
+
+class MismatchError(LockstepError):
+    """Exact mode, yet the trainer's log-probabilities differ from the sampler's record."""
+
+
+class FingerprintError(LockstepError):
+    """A trajectory was made under another tokenizer, template, decoding configuration or numerics."""
+
+
+class CheckpointError(LockstepError):
+    """A run directory or a checkpoint is missing, torn, or belongs to another recipe."""
