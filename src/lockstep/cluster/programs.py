@@ -1,0 +1,266 @@
+"""The compiled pieces of one model on one mesh: what the engine and the trainer both run.
+
+A forward pass is a Python loop over layers, each a call of one compiled function that all layers share. That keeps
+compilation short (one layer, not thirty), and it makes the sampler and the trainer execute the same program on their
+rows. The backward pass walks the layers in reverse with one compiled vector-Jacobian product per layer, recomputing the
+layer from its stored input, and stops at the lowest layer that has anything to train.
+
+On a mesh the rows are split over all axes, every device runs its own rows through the same tiles, and the weights of a
+layer are gathered where they are used (ZeRO stage 3, arXiv:1910.02054); the gather's transpose is the gradient's
+reduce-scatter. A device's rows never depend on another's, so neither do their bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lockstep.cluster.sharding import gather, reduce_gradient, spec_for
+from lockstep.models import decoder
+from lockstep.models.decoder import LayerConstants, Numerics, Pool, Rows, Weights
+from lockstep.models.spec import Leaf, ModelSpec
+
+BACKWARD_ATTENTION_ROWS = 128  # bounds the backward pass's attention memory; no bits depend on it that anyone compares
+
+
+@dataclass(frozen=True)
+class SplitWeights:
+    """A parameter tree as the programs take it: per layer, per role in the network. All views of the same arrays."""
+
+    embed: jax.Array
+    layers: tuple[dict[str, jax.Array], ...]
+    head: dict[str, jax.Array]
+
+    @staticmethod
+    def of(params: Weights, num_layers: int) -> SplitWeights:
+        layers: list[dict[str, jax.Array]] = [{} for _ in range(num_layers)]
+        for path, array in params.items():
+            if path.startswith("layers."):
+                _, i, name = path.split(".", 2)
+                layers[int(i)][name] = array
+        return SplitWeights(params["embed"], tuple(layers), decoder.head_weights(params))
+
+
+class Programs:
+    """Compiled functions for (spec, numerics, mesh); leaves: every leaf the weights may hold, base and adapter.
+
+    Row arrays are global: leading dimension `num_devices * N`, device d owning rows d*N..(d+1)*N-1, and every pool row
+    number in `Rows` counts within its device's share of the pool.
+    """
+
+    def __init__(self, spec: ModelSpec, num: Numerics, mesh: Mesh, leaves: Mapping[str, Leaf]) -> None:
+        self.spec, self.num, self.mesh = spec, num, mesh
+        self.axes = tuple(mesh.axis_names)
+        self.num_devices = mesh.size
+        self.rows_spec = PartitionSpec(self.axes)
+        self.row_sharding = NamedSharding(mesh, self.rows_spec)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._constants = [
+            (jax.device_put(c.inv_freq, replicated), jax.device_put(c.window, replicated))
+            for c in LayerConstants.of(spec)
+        ]
+        # Layers are alike, so a leaf's place on the mesh is known from its name within the layer.
+        self._specs = {self._short(path): spec_for(leaf, mesh) for path, leaf in leaves.items()}
+        self._specs["table"] = self._specs.get("head", self._specs["embed"])
+        self._layer = jax.jit(self._layer_program, donate_argnums=(3,))
+        self._layer_vjp = jax.jit(self._layer_vjp_program)
+        self._embed = jax.jit(self._embed_program)
+        self._embed_vjp = jax.jit(self._embed_vjp_program)
+        self._sample = jax.jit(self._sample_program)
+        self._logprobs = jax.jit(self._logprobs_program)
+        self._head_vjp = jax.jit(self._head_vjp_program)
+
+    @staticmethod
+    def _short(path: str) -> str:
+        return path.split(".", 2)[2] if path.startswith("layers.") else path
+
+    # -- what callers use ------------------------------------------------------------------------------------------
+
+    def put_rows(self, tree: Any) -> Any:
+        """Host arrays with a leading global row dimension, onto the mesh."""
+        return jax.device_put(tree, self.row_sharding)
+
+    def new_pools(self, rows_per_device: int) -> list[Pool]:
+        """A zeroed key/value pool per layer, `rows_per_device` rows on every device."""
+        shape = (self.num_devices * rows_per_device, self.spec.num_kv_heads, self.spec.head_dim)
+        make = jax.jit(lambda: jnp.zeros(shape, self.num.dtype), out_shardings=self.row_sharding)
+        return [(make(), make()) for _ in range(self.spec.num_layers)]
+
+    def embed(self, weights: SplitWeights, tokens: jax.Array) -> jax.Array:
+        return self._embed(weights.embed, tokens)
+
+    def layer(self, weights: SplitWeights, i: int, x: jax.Array, rows: Rows, pool: Pool) -> tuple[jax.Array, Pool]:
+        """x after layer i, and the pool with these rows written (the pool passed in is consumed)."""
+        return self._layer(weights.layers[i], x, rows, pool, *self._constants[i])
+
+    def sample(
+        self, weights: SplitWeights, x: jax.Array, at: Any, temperature: Any, seed: Any, index: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens and log-probabilities drawn from rows `at` of x (numbers within the device's share)."""
+        return self._sample(weights.head, x, at, temperature, seed, index)
+
+    def logprobs(self, weights: SplitWeights, x: jax.Array, at: Any, target: Any, temperature: Any) -> jax.Array:
+        """Log-probabilities of `target` from rows `at` of x: the trainer's side of the record."""
+        return self._logprobs(weights.head, x, at, target, temperature)
+
+    # -- one device's share of each, under shard_map -----------------------------------------------------------------
+
+    def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _of(self, w: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+        return {k: self._specs[k] for k in w}
+
+    def _gathered(self, w: Weights) -> dict[str, jax.Array]:
+        return {k: gather(v, self._specs[k]) for k, v in w.items()}
+
+    def _embed_program(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        def body(t: jax.Array, ids: jax.Array) -> jax.Array:
+            return decoder.embed(self.spec, self.num, gather(t, self._specs["embed"]), ids)
+
+        return self._map(body, (self._specs["embed"], self.rows_spec), self.rows_spec)(table, tokens)
+
+    def _layer_program(
+        self, w: Weights, x: jax.Array, rows: Rows, pool: Pool, inv_freq: jax.Array, window: jax.Array
+    ) -> Any:
+        def body(w: Weights, x: jax.Array, rows: Rows, pool: Pool, inv_freq: jax.Array, window: jax.Array) -> Any:
+            return decoder.layer(self.spec, self.num, self._gathered(w), x, rows, pool, inv_freq, window)
+
+        r, none = self.rows_spec, PartitionSpec()
+        return self._map(body, (self._of(w), r, r, r, none, none), (r, r))(w, x, rows, pool, inv_freq, window)
+
+    def _sample_program(self, w: Weights, x: jax.Array, at: Any, temperature: Any, seed: Any, index: Any) -> Any:
+        def body(w: Weights, x: jax.Array, at: Any, temperature: Any, seed: Any, index: Any) -> Any:
+            return decoder.sample(self.spec, self.num, self._gathered(w), x[at], temperature, seed, index)
+
+        r = self.rows_spec
+        return self._map(body, (self._of(w), r, r, r, r, r), (r, r))(w, x, at, temperature, seed, index)
+
+    def _logprobs_program(self, w: Weights, x: jax.Array, at: Any, target: Any, temperature: Any) -> jax.Array:
+        def body(w: Weights, x: jax.Array, at: Any, target: Any, temperature: Any) -> jax.Array:
+            return decoder.logprobs(self.spec, self.num, self._gathered(w), x[at], target, temperature)
+
+        r = self.rows_spec
+        return self._map(body, (self._of(w), r, r, r, r), r)(w, x, at, target, temperature)
+
+    # -- the backward pass -------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _backward_num(self) -> Numerics:
+        return replace(self.num, tile_rows=0)
+
+    def _vjp_body(self, forward: Callable[..., jax.Array], trainable: Weights, x: Any, cotangent: Any) -> Any:
+        """(dx, d trainable): forward(gathered trainable, x) differentiated at its shards, summed over the mesh."""
+        _, pull = jax.vjp(lambda t, y: forward(self._gathered(t), y), trainable, x)
+        grads, dx = pull(cotangent)
+        return dx, {k: reduce_gradient(g, self._specs[k], self.axes) for k, g in grads.items()}
+
+    def layer_vjp(
+        self, weights: SplitWeights, trainable: frozenset[str], i: int, x: jax.Array, rows: Rows, dx: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Cotangents of layer i's input [N, D] and of its leaves named in `trainable` (full paths)."""
+        chosen = {k: v for k, v in weights.layers[i].items() if f"layers.{i}.{k}" in trainable}
+        frozen = {k: v for k, v in weights.layers[i].items() if k not in chosen}
+        dx, grads = self._layer_vjp(frozen, chosen, x, rows, dx, *self._constants[i])
+        return dx, {f"layers.{i}.{k}": g for k, g in grads.items()}
+
+    def _layer_vjp_program(
+        self, frozen: Weights, trainable: Weights, x: Any, rows: Rows, dx: Any, inv_freq: Any, window: Any
+    ) -> Any:
+        def body(frozen: Weights, trainable: Weights, x: Any, rows: Rows, dx: Any, inv_freq: Any, window: Any) -> Any:
+            n = x.shape[0]
+            empty = jnp.zeros((n + 1, self.spec.num_kv_heads, self.spec.head_dim), self.num.dtype)
+            fixed = self._gathered(frozen)
+
+            def forward(t: Weights, y: jax.Array) -> jax.Array:
+                return decoder.layer(
+                    self.spec, self._backward_num, {**fixed, **t}, y, rows, (empty, empty), inv_freq, window,
+                    attention_tile=min(n, BACKWARD_ATTENTION_ROWS),
+                )[0]  # fmt: skip
+
+            return self._vjp_body(forward, trainable, x, dx)
+
+        r, none = self.rows_spec, PartitionSpec()
+        in_specs = (self._of(frozen), self._of(trainable), r, r, r, none, none)
+        return self._map(body, in_specs, (r, self._of(trainable)))(frozen, trainable, x, rows, dx, inv_freq, window)
+
+    def head_vjp(
+        self, weights: SplitWeights, trainable: frozenset[str], x: jax.Array, at: Any, target: Any, temperature: Any,
+        dlogp: jax.Array,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+        """Cotangents of the final hidden rows and of the trained head leaves (`final_norm`, `head` or tied `embed`)."""
+        table = "embed" if self.spec.tied_head else "head"
+        paths = {"final_norm": "final_norm", "table": table}
+        chosen = {k: v for k, v in weights.head.items() if paths[k] in trainable}
+        frozen = {k: v for k, v in weights.head.items() if k not in chosen}
+        dx, grads = self._head_vjp(frozen, chosen, x, at, target, temperature, dlogp)
+        return dx, {paths[k]: g for k, g in grads.items()}
+
+    def _head_vjp_program(
+        self, frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any
+    ) -> Any:
+        def body(frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any) -> Any:
+            tile = min(at.shape[0], BACKWARD_ATTENTION_ROWS)
+            num = replace(self._backward_num, tile_rows=tile)
+            fixed = self._gathered(frozen)
+
+            def forward(t: Weights, y: jax.Array) -> jax.Array:
+                block = jax.checkpoint(lambda *a: decoder.logprobs(self.spec, num, *a))
+                return block({**fixed, **t}, y[at], target, temperature)
+
+            return self._vjp_body(forward, trainable, x, dlogp)
+
+        r = self.rows_spec
+        in_specs = (self._of(frozen), self._of(trainable), r, r, r, r, r)
+        out_specs = (r, self._of(trainable))
+        return self._map(body, in_specs, out_specs)(frozen, trainable, x, at, target, temperature, dlogp)
+
+    def embed_vjp(self, weights: SplitWeights, tokens: jax.Array, dx: jax.Array) -> jax.Array:
+        """Cotangent of the embedding table."""
+        return self._embed_vjp(weights.embed, tokens, dx)
+
+    def _embed_vjp_program(self, table: jax.Array, tokens: Any, dx: Any) -> jax.Array:
+        def body(table: jax.Array, tokens: Any, dx: Any) -> jax.Array:
+            def forward(t: Weights, _: jax.Array) -> jax.Array:
+                return decoder.embed(self.spec, self.num, t["embed"], tokens)
+
+            return self._vjp_body(forward, {"embed": table}, jnp.zeros(()), dx)[1]["embed"]
+
+        r, e = self.rows_spec, self._specs["embed"]
+        return self._map(body, (e, r, r), e)(table, tokens, dx)
+
+
+def padded_rows(count: int, tile_rows: int) -> int:
+    """Rows after padding: the power-of-two multiple of the tile that holds `count`, so that few shapes are compiled.
+    In fast mode (tile 0) the unit is 32."""
+    size = tile_rows or 32
+    while size < count:
+        size *= 2
+    return size
+
+
+def padded_pages(positions: int, page_size: int) -> int:
+    """Width of a read index that holds `positions`: a power-of-two number of pages."""
+    size = page_size
+    while size < positions:
+        size *= 2
+    return size
+
+
+def numpy_rows(num_devices: int, rows: int, width: int, trash: int) -> Rows:
+    """Blank padded rows on the host: every row writes to and reads from pool row `trash` and sees one position."""
+    n = num_devices * rows
+    return Rows(
+        tokens=np.zeros(n, np.int32),
+        pos=np.zeros(n, np.int32),
+        write=np.full(n, trash, np.int32),
+        read=np.full((n, width), trash, np.int32),
+        length=np.ones(n, np.int32),
+    )

@@ -1,0 +1,66 @@
+"""Attention of single rows over cached keys and values, the one form that sampler and trainer share.
+
+The cache is a pool of rows; a query row names, position by position, which pool rows it may read. For the sampler the
+pool is its page pool and the names come from page tables; for the trainer the pool is the keys and values of the same
+micro-batch and the names say "the group's prompt rows, then this sample's own rows", which is how a prompt that eight
+samples share is computed once. Positions are visited in pages of fixed size with a running maximum and sum
+(Milakov & Gimelshein 2018, arXiv:1805.02867), so a row's result does not depend on how far the index is padded.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+NO_WINDOW = 1 << 30
+_LOW = -1e30  # a finite stand-in for -inf: exp(_LOW - anything finite) is exactly 0 and never NaN
+
+
+def attend(
+    pool: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    read: jax.Array,
+    length: jax.Array,
+    window: jax.Array,
+    *,
+    page_size: int,
+    scale: float,
+    cap: float | None,
+) -> jax.Array:
+    """Attention output [N, Q*H] of N query rows.
+
+    pool: keys and values, each [R, K, H]. q [N, Q, H]. read [N, S] int32: pool row that holds position s of the row's
+    sequence, S a multiple of page_size. length [N] int32: the row sees positions 0..length-1 (itself included), >= 1.
+    window: int32 scalar, only the last `window` of those positions count. Scores and sums are float32.
+    """
+    keys, values = pool
+    n, num_heads, head_dim = q.shape
+    num_kv = keys.shape[1]
+    qg = q.reshape(n, num_kv, num_heads // num_kv, head_dim)
+
+    def page(carry: tuple[jax.Array, ...], start: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        peak, total, acc = carry
+        rows = jax.lax.dynamic_slice_in_dim(read, start, page_size, 1)
+        k, v = keys[rows], values[rows]
+        s = jnp.einsum("nkgh,npkh->nkgp", qg, k, preferred_element_type=jnp.float32) * scale
+        if cap is not None:
+            s = cap * jnp.tanh(s / cap)
+        at = start + jnp.arange(page_size)
+        seen = (at[None] < length[:, None]) & (at[None] >= length[:, None] - window)
+        s = jnp.where(seen[:, None, None], s, _LOW)
+        # The maximum only keeps exp in range: the result does not depend on it, so no gradient flows through it.
+        new_peak = jax.lax.stop_gradient(jnp.maximum(peak, s.max(-1)))
+        p = jnp.where(seen[:, None, None], jnp.exp(s - new_peak[..., None]), 0.0)
+        shrink = jnp.exp(peak - new_peak)
+        pv = jnp.einsum("nkgp,npkh->nkgh", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
+        live = seen.any(-1)[:, None, None]
+        return (
+            jnp.where(live, new_peak, peak),
+            jnp.where(live, total * shrink + p.sum(-1), total),
+            jnp.where(live[..., None], acc * shrink[..., None] + pv, acc),
+        ), None
+
+    shape = (n, num_kv, num_heads // num_kv)
+    start = (jnp.full(shape, _LOW), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    (_, total, acc), _ = jax.lax.scan(page, start, jnp.arange(0, read.shape[1], page_size))
+    return (acc / total[..., None]).astype(q.dtype).reshape(n, num_heads * head_dim)

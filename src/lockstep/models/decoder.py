@@ -1,0 +1,239 @@
+"""One decoder for every family, read top to bottom: embed, L times (attention, MLP), norm, head.
+
+Everything here works on *rows*: a row is one token of one sequence, and nothing but its position, the pool row its key
+and value are written to, and the pool rows it may read says which sequence it belongs to. Prefill, decode and the
+trainer's teacher-forced forward are the same functions on differently filled `Rows`; that is why they agree.
+
+Weights of a layer arrive as a dict by leaf name (`q`, `gate`, ..., and `q.lora_a`, `q.lora_b` where adapted). These
+functions see one device; `cluster.programs` puts them on a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lockstep.models.attention import NO_WINDOW, attend
+from lockstep.models.spec import ModelSpec
+from lockstep.ops import LANES, log_normaliser, rms_norm, rotate, softcap, temperature_scaled, tiled
+
+Weights = Mapping[str, jax.Array]
+Pool = tuple[jax.Array, jax.Array]
+
+
+class Rows(NamedTuple):
+    """N rows of work. Filled by the engine's scheduler or by the trainer's batcher; padded rows write to and read from
+    the pool's last row and have length 1.
+
+    tokens, pos [N] int32; write [N] int32: pool row for this row's key and value; read [N, S] int32: pool row of each
+    position of the row's sequence; length [N] int32: positions visible, itself included (pos + 1).
+    """
+
+    tokens: Any
+    pos: Any
+    write: Any
+    read: Any
+    length: Any
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What decides the last bits besides the weights. tile_rows 0 is `fast`; dtype is the compute dtype."""
+
+    dtype: str
+    tile_rows: int
+    page_size: int
+    lora_scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerConstants:
+    """What layer i needs besides weights, as arrays, so that all layers share one compiled function."""
+
+    inv_freq: np.ndarray
+    window: np.ndarray
+
+    @staticmethod
+    def of(spec: ModelSpec) -> list[LayerConstants]:
+        return [
+            LayerConstants(k.rope.inv_freq(spec.head_dim), np.int32(NO_WINDOW if k.window is None else k.window))
+            for k in spec.layers
+        ]
+
+
+def linear(w: Weights, name: str, x: jax.Array, lora_scale: float) -> jax.Array:
+    """x @ W (+ bias) (+ scale * (x @ A) @ B), the last term being LoRA (Hu et al. 2021, arXiv:2106.09685)."""
+    y = x @ w[name]
+    if f"{name}.lora_a" in w:
+        y = y + lora_scale * ((x @ w[f"{name}.lora_a"]) @ w[f"{name}.lora_b"])
+    return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
+
+
+def _qkv(spec: ModelSpec, num: Numerics, shared: tuple[Weights, jax.Array], x: jax.Array, pos: jax.Array) -> Any:
+    w, inv_freq = shared
+    h = rms_norm(x, w["attn_norm"], spec.norm_eps, spec.norm_offset)
+    q, k, v = (linear(w, n, h, num.lora_scale).reshape(x.shape[0], -1, spec.head_dim) for n in "qkv")
+    if spec.qk_norm:
+        q, k = (rms_norm(y, w[f"{n}_norm"], spec.norm_eps, spec.norm_offset) for n, y in (("q", q), ("k", k)))
+    return rotate(q, pos, inv_freq), rotate(k, pos, inv_freq), v
+
+
+def _out_and_mlp(spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, attended: jax.Array) -> jax.Array:
+    def post(y: jax.Array, name: str) -> jax.Array:
+        return rms_norm(y, w[name], spec.norm_eps, spec.norm_offset) if spec.post_norms else y
+
+    x = x + post(linear(w, "o", attended, num.lora_scale), "attn_post_norm")
+    h = rms_norm(x, w["mlp_norm"], spec.norm_eps, spec.norm_offset)
+    gate = linear(w, "gate", h, num.lora_scale)
+    gate = jax.nn.silu(gate) if spec.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+    return x + post(linear(w, "down", gate * linear(w, "up", h, num.lora_scale), num.lora_scale), "mlp_post_norm")
+
+
+def cast(w: Weights, dtype: str) -> dict[str, jax.Array]:
+    """Weights in the compute dtype, once per call and outside the tiles."""
+    return {k: v.astype(dtype) for k, v in w.items()}
+
+
+def embed(spec: ModelSpec, num: Numerics, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """[N, D] embeddings; the scale is rounded to the compute dtype first, as the published Gemma models are run."""
+    x = table[tokens].astype(num.dtype)
+    return x if spec.embed_scale == 1.0 else x * jnp.asarray(spec.embed_scale, num.dtype)
+
+
+def layer(
+    spec: ModelSpec,
+    num: Numerics,
+    w: Weights,
+    x: jax.Array,
+    rows: Rows,
+    pool: Pool,
+    inv_freq: jax.Array,
+    window: jax.Array,
+    attention_tile: int | None = None,
+) -> tuple[jax.Array, Pool]:
+    """One transformer layer on N rows: x [N, D] -> x [N, D], with the rows' keys and values written to the pool first.
+
+    attention_tile: rows of attention at a time where it differs from num.tile_rows (the backward pass, which tiles
+    attention only, to bound memory).
+    """
+    w = cast(w, num.dtype)
+    q, k, v = tiled(lambda s, *r: _qkv(spec, num, s, *r), num.tile_rows, (w, inv_freq), x, rows.pos)
+    pool = (pool[0].at[rows.write].set(k), pool[1].at[rows.write].set(v))
+
+    def attention(shared: tuple[Pool, jax.Array], *r: jax.Array) -> jax.Array:
+        return attend(
+            shared[0], *r, shared[1], page_size=num.page_size, scale=spec.query_scale, cap=spec.attn_softcap
+        )
+
+    tile = num.tile_rows if attention_tile is None else attention_tile
+    if attention_tile is not None:
+        attention = jax.checkpoint(attention)
+    attended = tiled(attention, tile, (pool, window), q, rows.read, rows.length)
+    x = tiled(lambda s, *r: _out_and_mlp(spec, num, s, *r), num.tile_rows, w, x, attended)
+    return x, pool
+
+
+def _logits(spec: ModelSpec, w: Weights, x: jax.Array) -> jax.Array:
+    """[N, V] float32 logits; w holds `final_norm` and `table` [V, D] (the head, or the embedding where tied)."""
+    h = rms_norm(x, w["final_norm"], spec.norm_eps, spec.norm_offset)
+    z = jax.lax.dot_general(h, w["table"], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return softcap(z, spec.final_softcap)
+
+
+def _logprob_block(spec: ModelSpec, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array) -> jax.Array:
+    z = temperature_scaled(jax.lax.optimization_barrier(_logits(spec, w, x)), temperature)
+    peak, log_sum, _ = jax.lax.optimization_barrier(log_normaliser(z))
+    at = jnp.take_along_axis(z, target[:, None], 1)
+    return (at - peak - log_sum)[:, 0]
+
+
+def logprobs(
+    spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array
+) -> jax.Array:
+    """[N] float32 log-probabilities (nats) of target ids at the given temperature: the trainer's side of the record."""
+    return tiled(lambda s, *r: _logprob_block(spec, s, *r), num.tile_rows, cast(w, num.dtype), x, target, temperature)
+
+
+def _sample_block(
+    spec: ModelSpec, w: Weights, x: jax.Array, temperature: jax.Array, uniform: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    z = temperature_scaled(jax.lax.optimization_barrier(_logits(spec, w, x)), temperature)
+    peak, log_sum, chunks = jax.lax.optimization_barrier(log_normaliser(z))
+
+    def first_above(weights: jax.Array, u: jax.Array) -> jax.Array:
+        # First index whose running sum exceeds u * total. Entries of weight 0 repeat the previous running sum and are
+        # therefore never first; u < 1 keeps the target below the total unless rounding makes them equal: then the
+        # last entry that adds anything is taken.
+        running = jnp.cumsum(weights, -1)
+        total = running[:, -1:]
+        aim = jnp.minimum(u[:, None] * total, jnp.nextafter(total, 0.0))
+        return jnp.argmax(running > aim, -1)
+
+    chunk = first_above(chunks, uniform[:, 0])
+    columns = chunk[:, None] * LANES + jnp.arange(LANES)
+    inside = jnp.take_along_axis(z, jnp.minimum(columns, z.shape[1] - 1), 1)
+    weights = jnp.where(columns < z.shape[1], jnp.exp(inside - peak), 0.0)
+    drawn = chunk * LANES + first_above(weights, uniform[:, 1])
+    token = jnp.where(temperature > 0, drawn, jnp.argmax(z, -1)).astype(jnp.int32)
+    at = jnp.take_along_axis(z, token[:, None], 1)
+    return token, (at - peak - log_sum)[:, 0]
+
+
+def sample(
+    spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, temperature: jax.Array, seed: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draw one token per row and record its log-probability: ([N] int32, [N] float32).
+
+    temperature [N] float32 (0 = greedy); seed [N, 2] uint32: the request's; index [N] int32: how many tokens of the
+    completion came before. The draw is by inversion in two levels, 128-entry chunk then entry, from two uniforms that
+    depend on (seed, index) alone, so a completion does not depend on its batch.
+    """
+
+    def uniforms(words: jax.Array, i: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), i)
+        return jax.random.uniform(key, (2,))
+
+    u = jax.vmap(uniforms)(seed, index)
+    return tiled(lambda s, *r: _sample_block(spec, s, *r), num.tile_rows, cast(w, num.dtype), x, temperature, u)
+
+
+def head_weights(params: Weights) -> dict[str, jax.Array]:
+    """The leaves the head reads, from a full tree: final norm and the [V, D] table (the embedding where tied)."""
+    return {"final_norm": params["final_norm"], "table": params["head"] if "head" in params else params["embed"]}
+
+
+def layer_weights(params: Weights, i: int) -> dict[str, jax.Array]:
+    """The leaves of layer i by name within the layer, adapter leaves included if present in `params`."""
+    prefix = f"layers.{i}."
+    return {k[len(prefix) :]: v for k, v in params.items() if k.startswith(prefix)}
+
+
+def reference_logits(spec: ModelSpec, params: Weights, tokens: Any, lora_scale: float = 0.0) -> jax.Array:
+    """[B, S, V] float32 logits of whole sequences, the plain way: the slow twin that the row form is tested against.
+
+    tokens [B, S] int32, all positions real. Quadratic attention with a dense mask, no pages, no tiles, no cache.
+    """
+    tokens = jnp.asarray(tokens)
+    b, s = tokens.shape
+    dtype = str(params["embed"].dtype)
+    num = Numerics(dtype, 0, 1, lora_scale)
+    pos = jnp.tile(jnp.arange(s), b)
+    x = embed(spec, num, jnp.asarray(params["embed"]), tokens.reshape(-1))
+    distance = jnp.arange(s)[:, None] - jnp.arange(s)[None]
+    groups = spec.num_heads // spec.num_kv_heads
+    for i, const in enumerate(LayerConstants.of(spec)):
+        w = cast({k: jnp.asarray(v) for k, v in layer_weights(params, i).items()}, dtype)
+        q, k, v = (y.reshape(b, s, -1, spec.head_dim) for y in _qkv(spec, num, (w, jnp.asarray(const.inv_freq)), x, pos))
+        k, v = (jnp.repeat(y, groups, 2) for y in (k, v))
+        z = softcap(jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32) * spec.query_scale,
+                    spec.attn_softcap)  # fmt: skip
+        z = jnp.where((distance >= 0) & (distance < const.window), z, -jnp.inf)
+        mixed = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(z, -1).astype(dtype), v)
+        x = _out_and_mlp(spec, num, w, x, mixed.reshape(b * s, -1))
+    head = {k: jnp.asarray(v) for k, v in head_weights(params).items()}
+    return _logits(spec, cast(head, dtype), x).reshape(b, s, -1)
