@@ -1,0 +1,205 @@
+"""The whole run as frozen typed values, read from a TOML recipe and dotted overrides.
+
+    config = load_config("recipes/addition.toml", ["--optim.lr", "1e-3"])
+    config.optim.lr, config.cluster.mesh("rollout").size, config.run.path
+
+Every key is described once, in `sections.py`; errors, `lockstep keys` and `docs/recipes.md` are made from the
+descriptions. Checks that involve several tables are here. Imports no jax.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import model_validator
+
+from lockstep.errors import ConfigError
+from lockstep.overrides import apply_overrides, make_paths_absolute
+from lockstep.schema import REQUIRED, Section, key, literal, plain, validate
+from lockstep.sections import (
+    ROLES,
+    AlgorithmConfig,
+    ClusterConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimConfig,
+    RewardConfig,
+    RewardFunction,
+    Role,
+    RolloutConfig,
+    RunConfig,
+    TaskConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "ROLES",
+    "AlgorithmConfig",
+    "ClusterConfig",
+    "Config",
+    "LoraConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "NumericsConfig",
+    "OptimConfig",
+    "RewardConfig",
+    "RewardFunction",
+    "Role",
+    "RolloutConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TrainConfig",
+    "load_config",
+    "parse_config",
+]
+
+
+class Config(Section):
+    """One run. Equal configs make equal runs on equal machines."""
+
+    run: RunConfig = key(REQUIRED, "The run as a whole.")
+    model: ModelConfig = key(REQUIRED, "The policy that is trained, and where it starts.")
+    lora: LoraConfig | None = key(None, "Train low-rank adapters only. Without the table every weight is trained.")
+    cluster: ClusterConfig = key(ClusterConfig(), "The dial: which role runs on which mesh of devices.")
+    task: TaskConfig = key(REQUIRED, "The prompts.")
+    reward: RewardConfig = key(REQUIRED, "What makes a completion good.")
+    rollout: RolloutConfig = key(RolloutConfig(), "How completions are generated.")
+    algorithm: AlgorithmConfig = key(AlgorithmConfig(), "How rewards become a loss.")
+    optim: OptimConfig = key(OptimConfig(), "How gradients become weights.")
+    train: TrainConfig = key(TrainConfig(), "What a training step trains on, and in what pieces.")
+    numerics: NumericsConfig = key(NumericsConfig(), "How exactly trainer and sampler agree.")
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        problems = list(_misfits(self))
+        if problems:
+            raise ValueError("; and ".join(problems))
+        return self
+
+    def to_toml(self) -> str:
+        """The resolved recipe: every key with its value. `parse_config` of it is equal to this config."""
+        return tomli_w.dumps(plain(self))
+
+
+def _misfits(config: Config) -> Iterator[str]:
+    """What is wrong between sections (each within itself is right by now): what, why, what instead."""
+    rollout, numerics, train, algorithm = config.rollout, config.numerics, config.train, config.algorithm
+    rollouts = rollout.prompts * rollout.samples
+    length = config.task.max_prompt_tokens + rollout.max_new_tokens
+    length_of = f"task.max_prompt_tokens + rollout.max_new_tokens = {length}"
+    if rollout.temperature == 0:
+        yield (
+            "`rollout.temperature` = 0 makes every sample of a group the same, so no advantage is left to train on; "
+            "use 1.0, or another value above 0"
+        )
+    if rollout.samples < 2:
+        yield (
+            f"`rollout.samples` = {rollout.samples} with algorithm {literal(algorithm.name)}: a group of one is its "
+            "own mean, so its advantage is always 0 and nothing is learnt; use at least 2, better 8"
+        )
+    tile = numerics.tile_rows
+    if numerics.mode == "exact" and rollout.slots % tile:
+        near = sorted({max(rollout.slots // tile, 1) * tile, (rollout.slots // tile + 1) * tile})
+        yield (
+            f"`rollout.slots` = {rollout.slots} is not a multiple of `numerics.tile_rows` = {tile}: exact mode decodes "
+            f"whole tiles, the rest of the last one would be computed for nothing; use {' or '.join(map(str, near))}"
+        )
+    pages = -(-length // rollout.page_size)
+    if 0 < rollout.num_pages < pages:
+        yield (
+            f"`rollout.num_pages` = {rollout.num_pages} is too few for one request: {length_of} tokens take {pages} "
+            f"pages of {rollout.page_size}; use at least {pages}, or 0 to have it sized"
+        )
+    if train.micro_batch_rows < length:
+        yield (
+            f"`train.micro_batch_rows` = {train.micro_batch_rows} cannot hold one trajectory of {length_of} rows, and "
+            f"a trajectory is never cut; use at least {length}"
+        )
+    if train.select == "informative" and not 1 <= train.select_count <= rollouts:
+        yield (
+            f'`train.select_count` = {train.select_count} with `train.select` = "informative": it is the number of '
+            f"rollouts trained on, of rollout.prompts * rollout.samples = {rollouts}; use 1 to {rollouts}"
+        )
+    if train.select == "all" and train.select_count:
+        yield (
+            f'`train.select_count` = {train.select_count} has no effect with `train.select` = "all"; leave it out, or '
+            'use `train.select` = "informative"'
+        )
+    if config.optim.warmup_steps > config.run.steps:
+        yield (
+            f"`optim.warmup_steps` = {config.optim.warmup_steps} is more than `run.steps` = {config.run.steps}: the "
+            "learning rate would never reach `optim.lr`; use fewer"
+        )
+    yield from _kl_misfits(algorithm)
+
+
+def _kl_misfits(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.kl_coef == 0:
+        return
+    if algorithm.kl_estimator == "k1":
+        yield (
+            f'`algorithm.kl_coef` = {algorithm.kl_coef} with `algorithm.kl_estimator` = "k1": as a loss its expected '
+            'gradient is 0, the penalty would only add noise; use "k2" (gradient of the reverse KL) or "k3"'
+        )
+    if not algorithm.measure_kl:
+        yield (
+            f"`algorithm.kl_coef` = {algorithm.kl_coef} needs the KL, but `algorithm.measure_kl` = false; leave it out"
+        )
+
+
+# Keys whose value may be `module:function`: their section's `folder` says where the module is looked for.
+def _set_folders(data: dict[str, Any], folder: Path) -> None:
+    """Write the recipe's folder into the sections that name a `module:function` and no folder of their own."""
+    task, reward = data.get("task"), data.get("reward")
+    if isinstance(task, dict) and "function" in task:
+        task.setdefault("folder", str(folder))
+    if isinstance(reward, dict) and isinstance(reward.get("functions"), list):
+        names = [f.get("name") for f in reward["functions"] if isinstance(f, dict)]
+        if any(isinstance(name, str) and ":" in name for name in names):
+            reward.setdefault("folder", str(folder))
+
+
+def parse_config(text: str, *, overrides: list[str], folder: Path, where: str) -> Config:
+    """A recipe's text, with overrides, as a `Config`.
+
+    folder: what relative paths in the text, and `module:function` everywhere, start from; paths in overrides start from
+    the working directory. where: names the recipe in errors. Raises: ConfigError that lists every problem.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{where}: not valid TOML: {e}") from None
+    make_paths_absolute(Config, data, folder.resolve())
+    overridden = apply_overrides(Config, data, overrides, Path.cwd())
+    _set_folders(data, folder.resolve())
+    return validate(Config, data, where, overridden)
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a recipe.
+
+    overrides: command-line words, `["--optim.lr", "1e-5", "--run.steps=3"]`; the last one for a key wins.
+    Raises: ConfigError (no such file, not TOML, unknown key, wrong value, keys that do not go together).
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe {path}{_recipes_near(path)}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"the recipe {path} cannot be read: {e}") from None
+    return parse_config(text, overrides=overrides or [], folder=path.parent, where=str(path))
+
+
+def _recipes_near(path: Path) -> str:
+    """The end of `there is no recipe ...`: the recipes that are in its folder, or that there is no such folder."""
+    if not path.parent.is_dir():
+        return f" (there is no folder {path.parent})"
+    found = sorted(str(p) for p in path.parent.glob("*.toml") if p.name != "pyproject.toml")
+    return f"; in that folder: {', '.join(found[:10])}" if found else f"; no recipes (*.toml) in {path.parent}"

@@ -1,0 +1,324 @@
+"""The tables of a recipe, one class each; every key with its type, limits, default and meaning.
+
+Checks in here concern one table; `config.py` puts the tables together and checks what spans them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Tag, model_validator
+
+from lockstep.schema import REQUIRED, Bool, Expects, Float, Int, Section, key, literal, toml_value
+
+Role = Literal["actor", "rollout", "reference"]
+ROLES: tuple[Role, ...] = ("actor", "rollout", "reference")
+Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+class RunConfig(Section):
+    name: str = key(REQUIRED, "Name of the run: its folder below `dir`.", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    dir: str = key("runs", "Folder that holds the runs; relative to where the command is run.", also=("output_dir",))
+    seed: Int = key(0, "Every random draw of the run is derived from it.", ge=0, lt=2**31)
+    steps: Int = key(REQUIRED, "Training steps.", ge=1, also=("max_steps", "num_steps", "total_steps"))
+    checkpoint_every: Int = key(0, "Steps between checkpoints; 0: only at the end.", ge=0, also=("save_steps",))
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return Path(self.dir) / self.name
+
+
+class ModelConfig(Section):
+    name: str = key(
+        REQUIRED,
+        "A known name (`lockstep models`), or a folder in Hugging Face layout: a value with a `/` or a leading `.` "
+        "or `~` is a folder, relative to the recipe.",
+        path="marked",
+        min_length=1,
+        also=("path", "model_name_or_path", "model_path"),
+    )
+    dtype: Literal["float32", "bfloat16"] = key("float32", "Type of the weights and of the arithmetic on them.")
+
+
+class LoraConfig(Section):
+    rank: Int = key(8, "Rank of the update of each matrix.", ge=1, also=("r", "lora_rank"))
+    alpha: Float = key(16.0, "The update is scaled by alpha / rank.", gt=0, also=("lora_alpha",))
+    last_layers: Int = key(
+        0, "Adapt the last so many layers (no backward pass below them); 0: every layer.", ge=0, also=("layers",)
+    )
+    targets: tuple[Target, ...] = key(
+        ("q", "k", "v", "o", "gate", "up", "down"),
+        "Matrices of a layer that are adapted.",
+        min_length=1,
+        also=("target_modules",),
+    )
+
+    @model_validator(mode="after")
+    def _each_target_once(self) -> LoraConfig:
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"`lora.targets` = {literal(self.targets)} names a matrix twice; a matrix has one adapter")
+        return self
+
+
+class MeshConfig(Section):
+    data: Int = key(1, "Devices that hold copies and split the batch.", ge=1)
+    fsdp: Int = key(1, "Devices that split the weights and the batch.", ge=1)
+    tensor: Int = key(1, "Devices that split each matrix multiplication.", ge=1)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axis name -> number of devices, in mesh order."""
+        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+
+
+Mesh = Annotated[MeshConfig, Expects('a mesh such as {fsdp = 4, tensor = 2} (axes "data", "fsdp", "tensor")')]
+MeshOrRole = Annotated[
+    Annotated[str, Tag("<role>")] | Annotated[MeshConfig, Tag("<mesh>")],
+    Discriminator(lambda value: "<role>" if isinstance(value, str) else "<mesh>"),
+    Expects(
+        'the name of a role that has a mesh, or a mesh such as {fsdp = 4, tensor = 2} (axes "data", "fsdp", "tensor")'
+    ),
+]
+
+
+class ClusterConfig(Section):
+    actor: Mesh = key(MeshConfig(), "Mesh of the role that trains: it owns the weights and the optimizer.")
+    rollout: MeshOrRole = key("actor", "Mesh of the role that samples. A role's name: the same mesh, the same arrays.")
+    reference: MeshOrRole = key("actor", "Mesh of the frozen policy that the KL is measured against.")
+    cpu_devices: Int | None = key(None, "Simulate so many CPU devices (for trying meshes out on one machine).", ge=1)
+
+    @model_validator(mode="after")
+    def _aliases(self) -> ClusterConfig:
+        for role in ROLES:
+            alias = getattr(self, role)
+            if not isinstance(alias, str):
+                continue
+            owners = [r for r in ROLES if isinstance(getattr(self, r), MeshConfig)]
+            choices = " or ".join(literal(r) for r in owners)
+            if alias not in ROLES:
+                raise ValueError(f"`cluster.{role}` = {literal(alias)} is not a role; use {choices}, or a mesh")
+            if alias not in owners:
+                raise ValueError(
+                    f"`cluster.{role}` = {literal(alias)}, but {alias} has no mesh of its own "
+                    f"(it is {literal(getattr(self, alias))}): an alias names the role that has the mesh; use {choices}"
+                )
+        if self.cpu_devices is not None and self.num_devices > self.cpu_devices:
+            shapes = ", ".join(f"{r} {getattr(self, r).size}" for r in ROLES if self.owner(r) == r)
+            raise ValueError(
+                f"`cluster.cpu_devices` = {self.cpu_devices}, but the meshes need {self.num_devices} devices "
+                f"({shapes}; separate meshes never share devices); use cpu_devices = {self.num_devices}, or an alias"
+            )
+        return self
+
+    def owner(self, role: Role) -> Role:
+        """The role whose mesh and arrays `role` uses: itself unless it is an alias."""
+        value = getattr(self, role)
+        return value if isinstance(value, str) else role  # type: ignore[return-value]
+
+    def mesh(self, role: Role) -> MeshConfig:
+        """The mesh that `role` runs on."""
+        mesh = getattr(self, self.owner(role))
+        assert isinstance(mesh, MeshConfig)
+        return mesh
+
+    @property
+    def num_devices(self) -> int:
+        """Devices over all meshes."""
+        return sum(self.mesh(r).size for r in ROLES if self.owner(r) == r)
+
+
+# Which keys of [task] belong to which kinds; the others belong to all.
+_KIND_KEYS: dict[str, tuple[str, ...]] = {
+    "dataset": ("reasoning_gym",),
+    "options": ("reasoning_gym",),
+    "path": ("file",),
+    "function": ("function",),
+    "prompt_column": ("file", "function"),
+    "shuffle": ("file", "function"),
+}
+_KIND_NEEDS = {"reasoning_gym": "dataset", "file": "path", "function": "function"}
+
+
+class TaskConfig(Section):
+    kind: Literal["reasoning_gym", "file", "function"] = key(REQUIRED, "Where prompts come from.", also=("type",))
+    dataset: str | None = key(None, "reasoning_gym: name of the data set, such as `chain_sum`.")
+    options: Annotated[Mapping[str, Any], AfterValidator(toml_value), Expects("a table")] = key(
+        {}, "reasoning_gym: settings of the data set, handed on as they are."
+    )
+    path: str | None = key(
+        None,
+        "file: a `.jsonl` or `.parquet` file, relative to the recipe.",
+        path="always",
+        also=("data", "train_files"),
+    )
+    prompt_column: str = key(
+        "prompt", "file, function: the column that holds the question.", min_length=1, also=("prompt_key", "column")
+    )
+    shuffle: Bool = key(True, "file, function: a new order each epoch, from `run.seed`; false: the order of the rows.")
+    function: str | None = key(
+        None, "function: `module:function` that returns the rows (a list of tables).", pattern=r"^[\w.]+:\w+$"
+    )
+    template: Literal["plain", "chat"] = key(
+        "plain", "plain: the model sees the formatted prompt as it is. chat: as a user's turn in its own chat template."
+    )
+    prompt: str = key("{question}", "What is put around the question; `{question}` is replaced, `{{` is a brace.")
+    system: str | None = key(None, "chat: text of the system turn.", also=("system_prompt",))
+    max_prompt_tokens: Int = key(512, "A longer prompt is an error; none is cut.", ge=1, also=("max_prompt_length",))
+    folder: str | None = key(
+        None, "Where `module:function` is looked for before Python's own path. Default: the recipe's.", path="always"
+    )
+
+    @model_validator(mode="after")
+    def _keys_fit_the_kind(self) -> TaskConfig:
+        needed = _KIND_NEEDS[self.kind]
+        if not getattr(self, needed):
+            description = type(self).model_fields[needed].description
+            raise ValueError(f"`task.{needed}` is missing: kind = {literal(self.kind)} needs it ({description})")
+        for name, kinds in _KIND_KEYS.items():
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"`task.{name}` has no effect with kind = {literal(self.kind)}: it belongs to kind = "
+                    f"{' or '.join(map(literal, kinds))}; leave it out or change the kind"
+                )
+        if self.system is not None and self.template != "chat":
+            raise ValueError(
+                '`task.system` has no effect with template = "plain", which has no turns; use template = "chat", or '
+                "write the text into `task.prompt`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_holds_the_question(self) -> TaskConfig:
+        try:
+            marked = self.prompt.format(question="\0")
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as e:
+            raise ValueError(
+                f"`task.prompt` = {literal(self.prompt)} cannot be formatted ({type(e).__name__}: {e}): the only "
+                "placeholder is {question}; write {{ and }} for braces that belong to the text"
+            ) from None
+        if "\0" not in marked:
+            raise ValueError(
+                f"`task.prompt` = {literal(self.prompt)} does not contain {{question}}: every prompt would be the same"
+            )
+        return self
+
+
+class RewardFunction(Section):
+    name: str = key(REQUIRED, "A built-in, or `module:function` of your own.", min_length=1, also=("function",))
+    weight: Float = key(1.0, "Factor of this reward in the sum; negative for a penalty.")
+
+
+class RewardConfig(Section):
+    functions: tuple[RewardFunction, ...] = key(
+        REQUIRED, "The rewards of a completion; the policy is trained on their weighted sum.", min_length=1
+    )
+    on_error: Literal["fail", "drop"] = key(
+        "fail", "When a reward raises or is not finite. fail: stop the run. drop: leave that completion out, counted."
+    )
+    folder: str | None = key(
+        None, "Where `module:function` is looked for before Python's own path. Default: the recipe's.", path="always"
+    )
+
+    @model_validator(mode="after")
+    def _names_and_weights(self) -> RewardConfig:
+        names = [f.name for f in self.functions]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"`reward.functions` lists {literal(name)} twice; give it once, with the summed weight"
+                )
+        if all(f.weight == 0 for f in self.functions):
+            raise ValueError("`reward.functions` have only zero weights: every reward is 0, nothing can be learnt")
+        return self
+
+
+class RolloutConfig(Section):
+    prompts: Int = key(16, "Prompts (groups) per step.", ge=1, also=("batch_size", "prompts_per_step"))
+    samples: Int = key(
+        8, "Completions per prompt (size of a group).", ge=1, also=("num_generations", "group_size", "n", "num_samples")
+    )
+    max_new_tokens: Int = key(
+        128, "Completion tokens at most, the stop token included.", ge=1, also=("max_tokens", "max_completion_length")
+    )
+    temperature: Float = key(1.0, "Samples are drawn from softmax(logits / temperature).", ge=0)
+    stop: tuple[Annotated[str, Expects("text, not empty")], ...] = key(
+        (),
+        "Texts that end a completion, each exactly one token; the model's end tokens always do.",
+        also=("stop_strings",),
+    )
+    slots: Int = key(128, "Sequences decoded together; whole tiles in exact mode.", ge=1, also=("max_num_seqs",))
+    page_size: Int = key(16, "Tokens per page of the key-value cache.", ge=1, also=("block_size",))
+    num_pages: Int = key(0, "Pages of the key-value cache; 0: enough for every slot at full length.", ge=0)
+
+    @model_validator(mode="after")
+    def _stops(self) -> RolloutConfig:
+        if "" in self.stop:
+            raise ValueError("`rollout.stop` holds an empty text, which ends nothing; leave it out")
+        if len(set(self.stop)) < len(self.stop):
+            raise ValueError(f"`rollout.stop` = {literal(self.stop)} holds a text twice; once is enough")
+        return self
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = key("grpo", "grpo: group z-score advantages, clipped ratio (Shao et al. 2024).")
+    clip_low: Float = key(0.2, "The ratio is clipped below at 1 - clip_low.", gt=0, le=1, also=("epsilon", "clip"))
+    clip_high: Float = key(0.28, "The ratio is clipped above at 1 + clip_high.", gt=0, also=("epsilon_high",))
+    kl_coef: Float = key(
+        0.0, "Weight of the KL to the reference in the loss; 0: not in it.", ge=0, also=("beta", "kl_weight")
+    )
+    kl_estimator: KlEstimator = key("k3", "Which estimate of the KL, per token (Schulman 2020).", also=("kl_type",))
+    measure_kl: Bool = key(True, "Measure the KL each step, in the loss or not (a forward pass of the reference).")
+    std_epsilon: Float = key(1e-4, "Added to a group's standard deviation before dividing by it.", gt=0)
+
+
+class OptimConfig(Section):
+    lr: Float = key(1e-6, "Peak learning rate (Adam).", ge=0, also=("learning_rate",))
+    schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "After the warm-up; linear and cosine reach 0 at the last step.", also=("lr_scheduler_type",)
+    )
+    warmup_steps: Int = key(0, "Steps over which the learning rate rises from 0.", ge=0)
+    weight_decay: Float = key(0.0, "Decoupled weight decay (AdamW).", ge=0)
+    betas: tuple[Annotated[Float, Expects("a number >= 0 and < 1")], Float] = key(
+        (0.9, 0.999), "Decay of the two moments of Adam.", also=("adam_beta1", "b1", "beta1", "beta2")
+    )
+    eps: Float = key(1e-8, "Added to the root of the second moment.", gt=0, also=("adam_epsilon",))
+    max_grad_norm: Float = key(
+        1.0, "Gradients of larger global norm are scaled down to it.", gt=0, also=("grad_clip", "max_norm", "clip_grad")
+    )
+
+    @model_validator(mode="after")
+    def _betas_in_range(self) -> OptimConfig:
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(
+                f"`optim.betas` = {literal(self.betas)}: each must be >= 0 and < 1 (it is the share that is "
+                "kept of the past); usual values are [0.9, 0.999]"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    micro_batch_rows: Int = key(
+        4096, "Token rows per device and forward pass; less memory, more passes.", ge=1, also=("micro_batch_size",)
+    )
+    select: Literal["all", "informative"] = key(
+        "all", "informative: train only on the `select_count` rollouts of largest |advantage| (changes the objective)."
+    )
+    select_count: Int = key(0, "informative: how many rollouts; 0 with `all`.", ge=0)
+    save_trajectories: Bool = key(True, "Write every step's trajectories to `trajectories/` (Parquet).")
+
+
+class NumericsConfig(Section):
+    mode: Literal["exact", "fast"] = key(
+        "exact",
+        "exact: sampled and recomputed log-probabilities are bitwise equal. fast: they differ a little, measured.",
+    )
+    tile_rows: Int = key(32, "exact: every matrix product runs on tiles of so many token rows.", ge=1)
