@@ -19,7 +19,7 @@ from pydantic import model_validator
 
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
-from lockstep.schema import REQUIRED, Section, key, literal, plain, validate
+from lockstep.schema import REQUIRED, Problems, Section, key, literal, plain, validate
 from lockstep.sections import (
     ROLES,
     AlgorithmConfig,
@@ -79,12 +79,15 @@ class Config(Section):
     def _sections_fit(self) -> Config:
         problems = list(_misfits(self))
         if problems:
-            raise ValueError("; and ".join(problems))
+            raise Problems(problems)
         return self
 
     def to_toml(self) -> str:
-        """The resolved recipe: every key with its value. `parse_config` of it is equal to this config."""
-        return tomli_w.dumps(plain(self))
+        """The resolved recipe: every key that has an effect, with its value. Read again, it is equal to this config."""
+        tables = plain(self)
+        for name in self.task.keys_of_other_kinds():
+            tables["task"].pop(name, None)
+        return tomli_w.dumps(tables)
 
 
 def _misfits(config: Config) -> Iterator[str]:

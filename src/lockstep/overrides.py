@@ -7,6 +7,7 @@ key or table away (`--lora none`). Knows the sections only through `schema.py`.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import reduce
@@ -24,6 +25,7 @@ from lockstep.schema import (
     complaint,
     expected,
     find,
+    is_list,
     keys,
     literal,
     members,
@@ -41,7 +43,7 @@ def split_overrides(words: list[str]) -> list[tuple[str, str]]:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        if not name or name.startswith("-") or not (word.startswith("--") or equals):
+        if not all(name.split(".")) or name.startswith("-") or not (word.startswith("--") or equals):
             raise ConfigError(f"override {word!r}: expected `--section.key value` or `--section.key=value`")
         if not equals:
             if not rest or rest[0].startswith("--"):
@@ -61,7 +63,12 @@ def apply_overrides(section: type[Section], data: dict[str, Any], words: list[st
     for name, text in split_overrides(words):
         option = f"--{name}"
         field = find(section, name)
-        if field is None or "[" in name:
+        if listed := _list_above(section, name):
+            problems.append(
+                f"`{name}`: items of a list cannot be set one by one; give the whole list, --{listed} '[...]'"
+            )
+            continue
+        if field is None:
             problems.append(f"unknown key `{name}` (set by {option}); {suggest(section, name)}")
             continue
         try:
@@ -78,6 +85,16 @@ def apply_overrides(section: type[Section], data: dict[str, Any], words: list[st
     if problems:
         raise complaint("command line", problems)
     return overridden
+
+
+def _list_above(section: type[Section], name: str) -> str | None:
+    """The list that a key such as `reward.functions[0].name` or `rollout.stop.0` reaches into."""
+    parts = re.split(r"[.\[]", name)
+    for i in range(1, len(parts)):
+        field = find(section, ".".join(parts[:i]))
+        if field is not None and any(is_list(m) for m in members(field.annotation)):
+            return ".".join(parts[:i])
+    return None
 
 
 _REMOVE: Any = object()
@@ -97,21 +114,22 @@ def _parse(field: FieldInfo, name: str, text: str) -> Any:
             return text  # 12, 2024-01-01 or true where a text is expected is a text without its quotes
     if not parsed:
         raise ConfigError(
-            f"`{name}`: expected {expected(field.annotation, field.metadata)}; got {literal(text)}, which is not a "
-            f"TOML value (set by --{name}){_hint(text)}"
+            f"`{name}`: expected {expected(field.annotation, field.metadata)}; got {text}{_hint(field, text)} "
+            f"(set by --{name})"
         )
     return table["value"]
 
 
-def _hint(text: str) -> str:
+def _hint(field: FieldInfo, text: str) -> str:
     """A remedy for what people write instead of TOML."""
+    if any(is_list(m) for m in members(field.annotation)) and not text.startswith("["):
+        items = (part.strip() for part in text.split(","))
+        return f"; a list is written [{', '.join(i if i[:1].isdigit() else literal(i) for i in items)}]"
     if text.lower() in ("true", "false"):
         return f"; write {text.lower()}"
     if text.startswith((".", "-.", "+.")) or text.endswith("."):
         return "; a number has digits on both sides of its point"
-    if "," in text and not text.startswith(("[", "{")):
-        return f"; a list is written [{', '.join(literal(part.strip()) for part in text.split(','))}]"
-    return '; a text is written "in quotes"' if not text.startswith(("[", "{", '"')) else ""
+    return f"; a text is written {literal(text)}" if field.annotation is object else ""
 
 
 def _set(data: dict[str, Any], path: list[str], value: Any) -> None:

@@ -36,6 +36,14 @@ class Section(BaseModel):
 SectionT = TypeVar("SectionT", bound=Section)
 
 
+class Problems(ValueError):
+    """Raised by a validator that found several things wrong: each is reported as a problem of its own."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
 @dataclass(frozen=True)
 class Expects:
     """Annotation metadata: how to say, in an error or in the docs, what the value must be."""
@@ -104,10 +112,10 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
         path = f"{prefix}{name}"
         yield Key(path, field)
         for inner in sections_in(field.annotation):
-            yield from keys(inner, f"{path}{'[]' if _is_list(field.annotation) else ''}.")
+            yield from keys(inner, f"{path}{'[]' if is_list(field.annotation) else ''}.")
 
 
-def _is_list(annotation: Any) -> bool:
+def is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple
 
 
@@ -128,7 +136,7 @@ def sections_in(annotation: Any) -> list[type[Section]]:
     """The section types that a value of this type may be, or may list."""
     found = []
     for member in members(annotation):
-        for item in get_args(member)[:1] if _is_list(member) else [member]:
+        for item in get_args(member)[:1] if is_list(member) else [member]:
             if isinstance(item, type) and issubclass(item, Section):
                 found.append(item)
     return found
@@ -142,12 +150,14 @@ def accepts_text(annotation: Any) -> bool:
 def find(section: type[Section], path: str) -> FieldInfo | None:
     """The field a dotted path leads to; None where there is none. Below a free table (`options`) any name is right."""
     name, _, rest = path.partition(".")
-    name = name.partition("[")[0]
+    name, index, _ = name.partition("[")
     field = section.model_fields.get(name)
     if field is None or not rest:
         return field
     if any(get_origin(m) is get_origin(Mapping[str, Any]) for m in members(field.annotation)):
         return FieldInfo(annotation=object)
+    if is_list(field.annotation) and not index:
+        return None
     for inner in sections_in(field.annotation):
         return find(inner, rest)
     return None
@@ -170,18 +180,7 @@ def literal(value: Any) -> str:
         return repr(value)
 
 
-_KINDS: dict[type, str] = {bool: "true/false", int: "a whole number", float: "a number", str: "text"}
-
-
-def kind(value: Any) -> str:
-    """What a value is, in the words of the docs."""
-    if isinstance(value, Mapping | BaseModel):
-        return "a table"
-    if isinstance(value, list | tuple):
-        return "a list"
-    if isinstance(value, datetime.date | datetime.time):
-        return "a date or time"
-    return _KINDS.get(type(value), type(value).__name__)
+_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def expected(annotation: Any, metadata: typing.Iterable[Any] = ()) -> str:
@@ -203,13 +202,11 @@ def _type_words(annotation: Any) -> str:
         return ", or ".join(expected(a) for a in get_args(annotation) if a is not type(None))
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(literal(v) for v in get_args(annotation))
-    if _is_list(annotation):
+    if is_list(annotation):
         items = get_args(annotation)
         count = "" if items[-1] is Ellipsis else f" of {len(items)}"
         return f"a list{count}, each item {expected(items[0])}"
-    if annotation in _KINDS:
-        return "true or false" if annotation is bool else _KINDS[annotation]
-    return "a table"
+    return _WORDS.get(annotation, "a table")
 
 
 def _limit_words(metadata: list[Any]) -> str:
@@ -224,7 +221,7 @@ def _limit_words(metadata: list[Any]) -> str:
 
 def suggest(section: type[Section], unknown: str) -> str:
     """What an unknown key was probably meant to be, as the end of a sentence; else the keys of its section."""
-    known = list(keys(section))
+    known = [k for k in keys(section) if not unknown.startswith(f"{k.path}.")]
     name = unknown.rpartition(".")[2]
     also = [k for k in known if name in k.also]
     near = also or _nearest(known, unknown)
@@ -249,7 +246,7 @@ def _nearest(known: list[Key], unknown: str) -> list[Key]:
     def score(k: Key) -> float:
         by_name = difflib.SequenceMatcher(None, name, k.name).ratio()
         by_path = difflib.SequenceMatcher(None, unknown, k.path).ratio()
-        return max(by_name, by_path - 0.1) + (0.1 if k.section == section else 0.0)
+        return by_name + 0.1 if k.section == section else max(by_name, by_path - 0.1)
 
     best = max(known, key=score)
     return [best] if score(best) >= 0.7 else []
@@ -267,7 +264,13 @@ def validate(section: type[SectionT], data: Mapping[str, Any], where: str, overr
     try:
         return section.model_validate(data)
     except ValidationError as e:
-        problems = [_problem(section, detail, overridden) for detail in e.errors()]
+        details = e.errors()
+    problems = []
+    for detail in details:
+        depth = len(detail["loc"])
+        if any(len(d["loc"]) > depth and d["loc"][:depth] == detail["loc"] for d in details):
+            continue  # a list that is too short only because an item of it was wrong says nothing new
+        problems += _problems(section, detail, overridden)
     raise complaint(where, problems)
 
 
@@ -278,14 +281,16 @@ def complaint(where: str, problems: list[str]) -> ConfigError:
     return ConfigError(f"{where}: {len(problems)} problems\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-def _problem(section: type[Section], detail: ErrorDetails, overridden: Mapping[str, str]) -> str:
+def _problems(section: type[Section], detail: ErrorDetails, overridden: Mapping[str, str]) -> list[str]:
     loc = [p for p in detail["loc"] if not str(p).startswith("<")]  # `<mesh>`: the branch of a union, not a key
     cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, Problems):
+        return cause.problems
     if detail["type"] == "missing" and loc and isinstance(loc[-1], int):
         loc, detail = loc[:-1], {**detail, "type": "too_short"}
     path = _dotted(loc)
-    said_by = [f" (set by {option})" for k, option in overridden.items() if path == k or path.startswith(f"{k}.")]
-    return _sentence(section, loc, path, detail, cause) + "".join(said_by[:1])
+    set_by = [f" (set by {o})" for k, o in overridden.items() if path == k or path.startswith((f"{k}.", f"{k}["))]
+    return [_sentence(section, loc, path, detail, cause) + "".join(set_by[:1])]
 
 
 def _sentence(section: type[Section], loc: list[Any], path: str, detail: ErrorDetails, cause: Exception | None) -> str:
@@ -293,7 +298,8 @@ def _sentence(section: type[Section], loc: list[Any], path: str, detail: ErrorDe
         return f"unknown key `{path}`; {suggest(section, path)}"
     field = find(section, path)
     if detail["type"] == "missing":
-        return f"`{path}` is missing: {field.description if field else 'it is required'}"
+        assert field is not None
+        return f"`{path}` is required and missing: {field.description}"
     if cause is not None:  # a validator of ours: it says everything, but a field's does not know its own name
         return f"`{path}`: {cause}" if field and not sections_in(field.annotation) else str(cause)
     if field is None:
@@ -307,7 +313,7 @@ def _sentence(section: type[Section], loc: list[Any], path: str, detail: ErrorDe
     if isinstance(got, str) and allowed:
         near = difflib.get_close_matches(got, allowed, n=1)
         return words + (f"; did you mean {literal(near[0])}?" if near else "")
-    return f"{words} ({kind(got)})"
+    return words + (" (text)" if isinstance(got, str) and not accepts_text(annotation) else "")
 
 
 def _dotted(loc: list[Any]) -> str:

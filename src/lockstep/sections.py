@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Tag, model_validator
@@ -20,7 +21,9 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class RunConfig(Section):
-    name: str = key(REQUIRED, "Name of the run: its folder below `dir`.", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    name: Annotated[str, Expects("a folder name (letters, digits, `_`, `.` and `-`)")] = key(
+        REQUIRED, "Name of the run: its folder below `dir`.", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
+    )
     dir: str = key("runs", "Folder that holds the runs; relative to where the command is run.", also=("output_dir",))
     seed: Int = key(0, "Every random draw of the run is derived from it.", ge=0, lt=2**31)
     steps: Int = key(REQUIRED, "Training steps.", ge=1, also=("max_steps", "num_steps", "total_steps"))
@@ -143,7 +146,7 @@ _KIND_KEYS: dict[str, tuple[str, ...]] = {
     "path": ("file",),
     "function": ("function",),
     "prompt_column": ("file", "function"),
-    "shuffle": ("file", "function"),
+    "shuffle": ("file",),
 }
 _KIND_NEEDS = {"reasoning_gym": "dataset", "file": "path", "function": "function"}
 
@@ -163,31 +166,44 @@ class TaskConfig(Section):
     prompt_column: str = key(
         "prompt", "file, function: the column that holds the question.", min_length=1, also=("prompt_key", "column")
     )
-    shuffle: Bool = key(True, "file, function: a new order each epoch, from `run.seed`; false: the order of the rows.")
-    function: str | None = key(
-        None, "function: `module:function` that returns the rows (a list of tables).", pattern=r"^[\w.]+:\w+$"
+    shuffle: Bool = key(True, "file: a new order in each epoch, drawn from `run.seed`; false: the order of the file.")
+    function: Annotated[str | None, Expects("module:function")] = key(
+        None,
+        "function: `module:function`, a `def rows(index: int, seed: int) -> dict` without end.",
+        pattern=r"^[\w.]+:\w+$",
     )
     template: Literal["plain", "chat"] = key(
         "plain", "plain: the model sees the formatted prompt as it is. chat: as a user's turn in its own chat template."
     )
-    prompt: str = key("{question}", "What is put around the question; `{question}` is replaced, `{{` is a brace.")
+    prompt: str = key(
+        "{question}", "Format of the prompt: `{question}`, or `{column}` for another field of the row; `{{` is a brace."
+    )
     system: str | None = key(None, "chat: text of the system turn.", also=("system_prompt",))
-    max_prompt_tokens: Int = key(512, "A longer prompt is an error; none is cut.", ge=1, also=("max_prompt_length",))
+    max_prompt_tokens: Int = key(
+        512, "Tokens of a prompt at most; none is ever cut.", ge=1, also=("max_prompt_length",)
+    )
+    too_long: Literal["error", "skip"] = key(
+        "error", "What a longer prompt is: an error that names it, or skipped and counted.", also=("filter_overlong",)
+    )
     folder: str | None = key(
         None, "Where `module:function` is looked for before Python's own path. Default: the recipe's.", path="always"
     )
+
+    def keys_of_other_kinds(self) -> list[str]:
+        """Names of the keys that have no effect with this `kind`."""
+        return [name for name, kinds in _KIND_KEYS.items() if self.kind not in kinds]
 
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> TaskConfig:
         needed = _KIND_NEEDS[self.kind]
         if not getattr(self, needed):
-            description = type(self).model_fields[needed].description
-            raise ValueError(f"`task.{needed}` is missing: kind = {literal(self.kind)} needs it ({description})")
-        for name, kinds in _KIND_KEYS.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+            description = (type(self).model_fields[needed].description or "").removeprefix(f"{self.kind}: ")
+            raise ValueError(f"`task.{needed}` is missing, which kind = {literal(self.kind)} needs: {description}")
+        for name in self.keys_of_other_kinds():
+            if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
                     f"`task.{name}` has no effect with kind = {literal(self.kind)}: it belongs to kind = "
-                    f"{' or '.join(map(literal, kinds))}; leave it out or change the kind"
+                    f"{' or '.join(map(literal, _KIND_KEYS[name]))}; leave it out or change the kind"
                 )
         if self.system is not None and self.template != "chat":
             raise ValueError(
@@ -197,17 +213,18 @@ class TaskConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _prompt_holds_the_question(self) -> TaskConfig:
+    def _prompt_differs_by_row(self) -> TaskConfig:
         try:
-            marked = self.prompt.format(question="\0")
-        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as e:
+            names = [name for _, name, _, _ in Formatter().parse(self.prompt) if name is not None]
+        except ValueError as e:
             raise ValueError(
-                f"`task.prompt` = {literal(self.prompt)} cannot be formatted ({type(e).__name__}: {e}): the only "
-                "placeholder is {question}; write {{ and }} for braces that belong to the text"
+                f"`task.prompt` = {literal(self.prompt)} is not a format: {e}; a brace of the text is written "
+                "{{ or }}"
             ) from None
-        if "\0" not in marked:
+        if not names:
             raise ValueError(
-                f"`task.prompt` = {literal(self.prompt)} does not contain {{question}}: every prompt would be the same"
+                f"`task.prompt` = {literal(self.prompt)} has no placeholder, so every prompt would be the same; put "
+                "{question} where the problem goes"
             )
         return self
 
