@@ -1,0 +1,63 @@
+"""The loss core: masked sums, ratio, clip, KL estimators. An algorithm is its difference from this.
+
+Everything is per token over a flat axis [M] of completion tokens, padding included and masked. Sums are divided by
+*global* counts (`Totals`), fixed before the batch is cut into micro-batches, so every cut gives the same loss and
+gradient. Masked slots may hold anything, NaN included: they are replaced before any arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+class Tokens(NamedTuple):
+    """Completion tokens of one micro-batch, each field [M]. mask: True for a real token. old_logp: the record.
+    ref_logp: the reference's, or zeros where no term uses it. advantage: the sample's. sequence: the sample's number."""
+
+    mask: Any
+    old_logp: Any
+    ref_logp: Any
+    advantage: Any
+    sequence: Any
+
+
+class Totals(NamedTuple):
+    """Global counts of the whole batch, the denominators of every mean. Scalars, float32."""
+
+    tokens: Any
+    sequences: Any
+
+
+def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """x with masked slots set to 0. Applied to inputs, not to results: 0 * NaN would poison the gradient."""
+    return jnp.where(mask, x, 0.0)
+
+
+def clipped_surrogate(
+    logp: jax.Array, old_logp: jax.Array, advantage: jax.Array, clip_low: float, clip_high: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """min(r A, clip(r, 1 - low, 1 + high) A) per token, r = exp(logp - old_logp) (PPO, arXiv:1707.06347, equation 7;
+    unequal bounds: DAPO, arXiv:2503.14476, section 3.1). Returns (surrogate, ratio, whether the clip was active)."""
+    ratio = jnp.exp(logp - old_logp)
+    free = ratio * advantage
+    held = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantage
+    return jnp.minimum(free, held), ratio, held < free
+
+
+def kl_estimate(name: KLEstimator, logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+    """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman, "Approximating KL
+    Divergence", 2020). With d = ref_logp - logp:
+
+    k1 = -d: unbiased, high variance; as a loss its expected gradient is zero.
+    k2 = d^2 / 2: biased value; its gradient is the reverse KL's.
+    k3 = exp(d) - 1 - d: unbiased, never negative; as a loss its expected gradient is the *forward* KL's.
+    """
+    d = ref_logp - logp
+    if name == "k1":
+        return -d
+    return 0.5 * d * d if name == "k2" else jnp.expm1(d) - d

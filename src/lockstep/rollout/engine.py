@@ -1,0 +1,199 @@
+"""The in-tree rollout engine: `step()` is schedule -> run -> sample -> record.
+
+Continuous batching over a page pool, a group's prompt prefilled once, per-request seeds. The forward pass is
+`cluster.programs`, the very functions the trainer runs, so in exact mode the recorded log-probability of a token is the
+one the trainer computes, bit for bit, whatever else was in the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages, padded_rows
+from lockstep.errors import CapacityError
+from lockstep.rollout.scheduler import Request, Scheduler, Work
+from lockstep.rollout.scheduler import Sequence as Sample
+from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
+
+
+def request_seed(run_seed: int, step: int, prompt_id: str, index: int) -> int:
+    """64-bit seed of one sample: a hash of (run seed, step, prompt, index), so it depends on nothing else."""
+    text = f"{run_seed}/{step}/{prompt_id}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@dataclass
+class EngineStats:
+    """Totals since the engine was made. rows counts real rows, padded_rows those the passes were padded to."""
+
+    passes: int = 0
+    rows: int = 0
+    padded_rows: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Engine:
+    """One policy snapshot, sampled from.
+
+    programs: the rollout role's compiled functions. slots: sequences decoded together on each device, a multiple of the
+    tile. num_pages: cache pages per device; 0 sizes the pool so that every slot can hold max_positions.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        *,
+        slots: int,
+        max_positions: int,
+        num_pages: int = 0,
+        prefill_rows: int = 512,
+        fingerprint: Fingerprint,
+    ) -> None:
+        page = programs.num.page_size
+        self.programs, self.fingerprint = programs, fingerprint
+        self.num_pages = num_pages or slots * -(-max_positions // page) + slots
+        self._trash = self.num_pages * page
+        self._max_positions = max_positions
+        max_rows = max(slots, prefill_rows)
+        self._shards = [Scheduler(slots, self.num_pages, page, max_rows) for _ in range(programs.num_devices)]
+        self._pools = programs.new_pools(self._trash + 1)
+        self._weights: SplitWeights | None = None
+        self.version: PolicyVersion | None = None
+        self.stats = EngineStats()
+
+    def kv_bytes_per_device(self) -> int:
+        return sum(2 * k.nbytes for k, _ in self._pools) // self.programs.num_devices
+
+    def install(self, version: PolicyVersion, params: Mapping[str, jax.Array]) -> None:
+        """Serve `params` as `version` from the next pass on. Only while nothing runs: no sequence changes policy."""
+        assert not self.busy, "weights may only change while no sequence is in flight"
+        self._weights = SplitWeights.of(params, self.programs.spec.num_layers)
+        self.version = version
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return any(s.busy for s in self._shards)
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """CapacityError or nothing; also run on submit."""
+        need = len(prompt.ids) + params.max_new_tokens
+        if need > self._max_positions:
+            raise CapacityError(
+                f"prompt {prompt.id!r}: {len(prompt.ids)} prompt tokens + {params.max_new_tokens} new tokens = {need} "
+                f"positions, the engine was sized for {self._max_positions}; raise task.max_prompt_tokens or lower "
+                f"rollout.max_new_tokens"
+            )
+        bad = [i for i in prompt.ids if not 0 <= i < self.programs.spec.vocab_size]
+        if bad:
+            raise CapacityError(
+                f"prompt {prompt.id!r} holds token id {bad[0]}, the model's vocabulary has "
+                f"{self.programs.spec.vocab_size} entries; the tokenizer is not this model's"
+            )
+
+    def submit(self, prompt: Prompt, seeds: Sequence[int], params: SamplingParams) -> None:
+        """Queue one prompt with a sample per seed, on the device with the least to do."""
+        self.check(prompt, params)
+        min(self._shards, key=lambda s: s.load).submit(Request(prompt, tuple(seeds), params))
+
+    def abort(self, prompt_id: str) -> list[Trajectory]:
+        """Cancel a prompt's samples now; they come back with reason `abort` and what was sampled so far."""
+        return [self._trajectory(seq) for shard in self._shards for seq in shard.abort(prompt_id)]
+
+    def generate(
+        self, prompts: Iterable[Prompt], seeds: Mapping[str, Sequence[int]], params: SamplingParams
+    ) -> list[Trajectory]:
+        """Every prompt's samples, in the order of (prompt, index). seeds: by prompt id, one per sample."""
+        order = {}
+        for prompt in prompts:
+            self.submit(prompt, seeds[prompt.id], params)
+            order[prompt.id] = len(order)
+        done: list[Trajectory] = []
+        while self.busy:
+            done += self.step()
+        return sorted(done, key=lambda t: (order[t.group_id], t.index))
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Trajectory]:
+        """One forward pass over everything runnable; returns the samples it finished."""
+        assert self._weights is not None, "install weights before generating"
+        work = [shard.schedule() for shard in self._shards]
+        drawn = self._run(work)
+        return [self._trajectory(s) for shard, d in zip(self._shards, drawn, strict=True) for s in shard.record(d)]
+
+    def _run(self, work: list[list[Work]]) -> list[list[tuple[Sample, int, float]]]:
+        p, weights = self.programs, self._weights
+        assert weights is not None
+        n = padded_rows(max(len(w) for w in work), p.num.tile_rows)
+        width = padded_pages(max((r.pos + 1 for w in work for r in w), default=1), p.num.page_size)
+        host = numpy_rows(p.num_devices, n, width, self._trash)
+        wanted: list[list[tuple[int, Sample]]] = []
+        for d, rows in enumerate(work):
+            for i, r in enumerate(rows, d * n):
+                host.tokens[i], host.pos[i], host.length[i] = r.token, r.pos, r.pos + 1
+                host.write[i] = self._trash if r.write is None else r.write
+                host.read[i, : min(width, len(r.read))] = r.read[:width]
+            wanted.append([(i, s) for i, r in enumerate(rows) for s in r.samples])
+        rows = p.put_rows(host)
+        x = p.embed(weights, rows.tokens)
+        for i in range(p.spec.num_layers):
+            x, self._pools[i] = p.layer(weights, i, x, rows, self._pools[i])
+        self.stats.passes += 1
+        self.stats.rows += sum(len(w) for w in work)
+        self.stats.padded_rows += n * p.num_devices
+        self.stats.prompt_tokens += sum(1 for w in work for r in w if r.write is not None and not _decoding(r))
+        return self._sample(weights, x, wanted)
+
+    def _sample(
+        self, weights: SplitWeights, x: jax.Array, wanted: list[list[tuple[int, Sample]]]
+    ) -> list[list[tuple[Sample, int, float]]]:
+        p = self.programs
+        most = max(len(w) for w in wanted)
+        if not most:
+            return [[] for _ in wanted]
+        m = padded_rows(most, p.num.tile_rows)
+        total = m * p.num_devices
+        at, index = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        temperature, seed = np.ones(total, np.float32), np.zeros((total, 2), np.uint32)
+        for d, rows in enumerate(wanted):
+            for j, (row, seq) in enumerate(rows, d * m):
+                request = seq.group.request
+                at[j], index[j], temperature[j] = row, len(seq.tokens), request.params.temperature
+                s = request.seeds[seq.index]
+                seed[j] = (s & 0xFFFFFFFF, s >> 32)
+        tokens, logprobs = p.sample(weights, x, *p.put_rows((at, temperature, seed, index)))
+        tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
+        self.stats.completion_tokens += sum(len(w) for w in wanted)
+        return [
+            [(seq, int(tokens[j]), logprobs[j]) for j, (_, seq) in enumerate(rows, d * m)]
+            for d, rows in enumerate(wanted)
+        ]
+
+    def _trajectory(self, seq: Sample) -> Trajectory:
+        assert self.version is not None
+        request = seq.group.request
+        return Trajectory(
+            prompt_ids=np.asarray(request.prompt.ids, np.int32),
+            completion_ids=np.asarray(seq.tokens, np.int32),
+            logprobs=np.asarray(seq.logprobs, np.float32),
+            versions=np.full(len(seq.tokens), self.version.number, np.int32),
+            finish_reason=seq.finish or "abort",
+            seed=request.seeds[seq.index],
+            group_id=request.prompt.id,
+            index=seq.index,
+            fingerprint=self.fingerprint,
+            generate_s=time.perf_counter() - seq.group.since,
+        )
+
+
+def _decoding(row: Work) -> bool:
+    return any(s.tokens for s in row.samples)

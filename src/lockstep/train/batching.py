@@ -1,0 +1,171 @@
+"""From trajectories to micro-batches of rows. No loss and no metric can see how the rows were packed.
+
+A group's prompt is laid out once and all its samples read it: P + sum(T_i - 1) rows where padding each sample by itself
+would take sum(P + T_i - 1). (A completion's last token is only predicted, never read, so it has no row.) Groups are cut
+between samples when they exceed a micro-batch, the prompt then being repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.algorithms.losses import Tokens
+from lockstep.cluster.programs import numpy_rows, padded_pages, padded_rows
+from lockstep.errors import ConfigError
+from lockstep.models.decoder import Rows
+from lockstep.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How rows are laid out: devices of the mesh, rows per device and micro-batch at most, tile and page."""
+
+    num_devices: int
+    max_rows: int
+    tile_rows: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass. rows: [devices * N] work; at, target, temperature [devices * M]: the row that predicts each
+    completion token (within its device), the token, the temperature it was sampled at. tokens: the loss's fields.
+    spans: (sample, start, stop): where sample's tokens lie on the flat M axis. num_rows: real rows."""
+
+    rows: Rows
+    at: np.ndarray
+    target: np.ndarray
+    temperature: np.ndarray
+    tokens: Tokens
+    spans: tuple[tuple[int, int, int], ...]
+    num_rows: int
+
+    def scatter(self, flat: np.ndarray, into: list[np.ndarray | None]) -> None:
+        """Hand each sample its own tokens' values of `flat` [devices * M]."""
+        for sample, start, stop in self.spans:
+            into[sample] = flat[start:stop]
+
+
+@dataclass
+class _Piece:
+    """Samples of one group that are laid out together."""
+
+    prompt: np.ndarray
+    samples: list[int]
+    rows: int
+
+
+def _pieces(trajectories: Sequence[Trajectory], max_rows: int) -> list[_Piece]:
+    groups: dict[str, list[int]] = {}
+    for i, t in enumerate(trajectories):
+        if len(t.completion_ids):
+            groups.setdefault(t.group_id, []).append(i)
+    pieces = []
+    for members in groups.values():
+        prompt = trajectories[members[0]].prompt_ids
+        piece: _Piece | None = None
+        for i in members:
+            assert np.array_equal(trajectories[i].prompt_ids, prompt), "one group, two prompts"
+            own = len(trajectories[i].completion_ids) - 1
+            if len(prompt) + own > max_rows:
+                raise ConfigError(
+                    f"prompt {trajectories[i].group_id!r}: a sequence of {len(prompt) + own} rows does not fit in "
+                    f"train.micro_batch_rows = {max_rows}; raise it to at least the longest prompt plus completion"
+                )
+            if piece is None or piece.rows + own > max_rows:
+                piece = _Piece(prompt, [], len(prompt))
+                pieces.append(piece)
+            piece.samples.append(i)
+            piece.rows += own
+    return pieces
+
+
+def _bins(pieces: list[_Piece], geometry: Geometry) -> list[list[_Piece]]:
+    """Pieces into equally filled bins, a multiple of num_devices of them (longest first, onto the emptiest bin)."""
+    total = sum(p.rows for p in pieces)
+    per_pass = geometry.max_rows * geometry.num_devices
+    count = geometry.num_devices * max(1, -(-total // per_pass))
+    order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].rows, i))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        fill = [0] * count
+        for i in order:
+            b = fill.index(min(fill))
+            bins[b].append(i)
+            fill[b] += pieces[i].rows
+        if max(fill) <= geometry.max_rows:
+            return [[pieces[i] for i in sorted(b)] for b in bins]
+        count += geometry.num_devices
+
+
+def make_micro_batches(
+    trajectories: Sequence[Trajectory], advantages: np.ndarray, temperature: float, geometry: Geometry
+) -> list[MicroBatch]:
+    """All completion tokens of `trajectories`, each exactly once. advantages [B], one per trajectory.
+
+    Reference log-probabilities are taken from the trajectories (zeros where they have none). Raises ConfigError where a
+    single sequence exceeds a micro-batch. Trajectories without tokens (aborted early) take no part.
+    """
+    pieces = _pieces(trajectories, geometry.max_rows)
+    if not pieces:
+        return []
+    bins = _bins(pieces, geometry)
+    d = geometry.num_devices
+    return [_lay_out(bins[i : i + d], trajectories, advantages, temperature, geometry) for i in range(0, len(bins), d)]
+
+
+def _lay_out(
+    bins: list[list[_Piece]],
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray,
+    temperature: float,
+    geometry: Geometry,
+) -> MicroBatch:
+    chosen = [[trajectories[i] for piece in b for i in piece.samples] for b in bins]
+    n = padded_rows(max(sum(p.rows for p in b) for b in bins), geometry.tile_rows)
+    m = padded_rows(max(sum(len(t.completion_ids) for t in ts) for ts in chosen), geometry.tile_rows)
+    longest = max(len(t.prompt_ids) + len(t.completion_ids) - 1 for ts in chosen for t in ts)
+    rows = numpy_rows(len(bins), n, padded_pages(longest, geometry.page_size), n)
+    size = len(bins) * m
+    at, target, sequence = (np.zeros(size, np.int32) for _ in range(3))
+    mask = np.zeros(size, bool)
+    old, ref, adv = (np.zeros(size, np.float32) for _ in range(3))
+    spans = []
+    for d, pieces in enumerate(bins):
+        row, out = 0, d * m
+        for piece in pieces:
+            first = row
+            row = _fill(rows, d * n, row, piece.prompt, 0, np.zeros(0, np.int32))
+            prompt_rows = np.arange(first, row, dtype=np.int32)
+            for i in piece.samples:
+                t, start = trajectories[i], row
+                row = _fill(rows, d * n, row, t.completion_ids[:-1], len(piece.prompt), prompt_rows)
+                span = slice(out, out + len(t.completion_ids))
+                at[span] = np.concatenate([prompt_rows[-1:], np.arange(start, row, dtype=np.int32)])
+                target[span], old[span], adv[span] = t.completion_ids, t.logprobs, advantages[i]
+                sequence[span], mask[span] = i, True
+                if t.reference_logprobs is not None:
+                    ref[span] = t.reference_logprobs
+                spans.append((i, span.start, span.stop))
+                out = span.stop
+    return MicroBatch(
+        rows, at, target, np.full(size, temperature, np.float32), Tokens(mask, old, ref, adv, sequence), tuple(spans),
+        sum(p.rows for b in bins for p in b),
+    )  # fmt: skip
+
+
+def _fill(rows: Rows, base: int, row: int, ids: np.ndarray, pos: int, before: np.ndarray) -> int:
+    """Lay `ids` at positions pos.. onto rows base+row.., reading `before` and themselves. Returns the next free row."""
+    count = len(ids)
+    own = np.arange(row, row + count, dtype=np.int32)
+    at = slice(base + row, base + row + count)
+    rows.tokens[at], rows.write[at] = ids, own
+    rows.pos[at] = np.arange(pos, pos + count)
+    rows.length[at] = rows.pos[at] + 1
+    # Every row of the run names all of its positions; `length` hides those that lie ahead of it.
+    rows.read[at, :pos] = before
+    rows.read[at, pos : pos + count] = own
+    return row + count

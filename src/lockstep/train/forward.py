@@ -1,0 +1,97 @@
+"""Forward and backward passes over micro-batches, layer by layer: what the trainer and the reference role run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.models.decoder import Rows
+from lockstep.train.batching import MicroBatch
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A micro-batch's arrays on a role's mesh."""
+
+    rows: Rows
+    at: jax.Array
+    target: jax.Array
+    temperature: jax.Array
+
+    @staticmethod
+    def put(programs: Programs, batch: MicroBatch) -> DeviceBatch:
+        return DeviceBatch(*programs.put_rows((batch.rows, batch.at, batch.target, batch.temperature)))
+
+
+def hidden_states(
+    programs: Programs, weights: SplitWeights, rows: Rows, first: int, last: int, x: jax.Array | None = None
+) -> list[jax.Array]:
+    """Inputs of layers first..last-1 and the output of layer last-1: last - first + 1 arrays [devices * N, D].
+
+    x: input of layer `first`; None starts from the embedding (then first is 0).
+    """
+    if x is None:
+        assert first == 0
+        x = programs.embed(weights, rows.tokens)
+    states = [x]
+    if last > first:
+        rows_per_device = rows.tokens.shape[0] // programs.num_devices
+        # One scratch pool serves all layers: each layer writes every real row before anything reads it.
+        pool = _scratch_pool(programs, rows_per_device + 1)
+        for i in range(first, last):
+            x, pool = programs.layer(weights, i, x, rows, pool)
+            states.append(x)
+    return states
+
+
+def _scratch_pool(programs: Programs, rows: int) -> Any:
+    shape = (programs.num_devices * rows, programs.spec.num_kv_heads, programs.spec.head_dim)
+
+    def zeros() -> jax.Array:
+        return jnp.zeros(shape, programs.num.dtype, device=programs.row_sharding)
+
+    return zeros(), zeros()
+
+
+def score(
+    programs: Programs,
+    weights: SplitWeights,
+    batches: Sequence[MicroBatch],
+    trunks: Sequence[jax.Array] | None = None,
+    first: int = 0,
+) -> list[np.ndarray]:
+    """Log-probabilities of every completion token, [devices * M] per micro-batch. trunks: inputs of layer `first`."""
+    out = []
+    for i, batch in enumerate(batches):
+        device = DeviceBatch.put(programs, batch)
+        x = trunks[i] if trunks is not None else None
+        x = hidden_states(programs, weights, device.rows, first, programs.spec.num_layers, x)[-1]
+        out.append(np.asarray(programs.logprobs(weights, x, device.at, device.target, device.temperature)))
+    return out
+
+
+def backward(
+    programs: Programs,
+    weights: SplitWeights,
+    trainable: frozenset[str],
+    device: DeviceBatch,
+    states: list[jax.Array],
+    dlogp: jax.Array,
+    first: int,
+) -> dict[str, jax.Array]:
+    """Gradients of every trainable leaf, summed over the mesh. states: as `hidden_states(first, L)` returned them."""
+    x = states[-1]
+    dx, grads = programs.head_vjp(weights, trainable, x, device.at, device.target, device.temperature, dlogp)
+    for i in range(programs.spec.num_layers - 1, first - 1, -1):
+        dx, layer_grads = programs.layer_vjp(weights, trainable, i, states[i - first], device.rows, dx)
+        grads |= layer_grads
+    if "embed" in trainable:
+        table = programs.embed_vjp(weights, device.rows.tokens, dx)
+        grads["embed"] = grads["embed"] + table if "embed" in grads else table
+    return grads

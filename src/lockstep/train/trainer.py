@@ -1,0 +1,160 @@
+"""The actor's training step: forward, loss, backward, update, over micro-batches with global denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithms.losses import Tokens, Totals
+from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.errors import MismatchError
+from lockstep.train.batching import MicroBatch
+from lockstep.train.forward import DeviceBatch, backward, hidden_states
+from lockstep.types import Trajectory
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """metrics: scalars by name, ready for the record. logprobs: per trajectory, the trainer's own [T] float32, under
+    the weights that the step started from; None where the trajectory took no part."""
+
+    metrics: dict[str, float]
+    logprobs: list[np.ndarray | None]
+
+
+def first_trained_layer(trainable: Mapping[str, Any]) -> int:
+    """The lowest layer the backward pass has to reach (0 if the embedding trains)."""
+    layers = [int(path.split(".")[1]) for path in trainable if path.startswith("layers.")]
+    return 0 if "embed" in trainable or not layers else min(layers)
+
+
+def mismatch(recorded: np.ndarray, recomputed: np.ndarray) -> dict[str, float]:
+    """How far the sampler's record is from the trainer's log-probabilities, d = recomputed - recorded over all tokens.
+
+    max_abs: max |d| (nats); k1 = mean(-d) and k3 = mean(exp(d) - 1 - d), both estimates of KL(sampler || trainer);
+    ess: effective sample size of the weights exp(d), as a fraction: (sum w)^2 / (n sum w^2). Equal bits give 0, 0, 0, 1.
+    """
+    d = recomputed.astype(np.float64) - recorded.astype(np.float64)
+    w = np.exp(d)
+    return {
+        "mismatch/max_abs": float(np.abs(d).max()),
+        "mismatch/k1": float(-d.mean()),
+        "mismatch/k3": float((np.expm1(d) - d).mean()),
+        "mismatch/ess": float(w.sum() ** 2 / (len(w) * (w * w).sum())),
+        "mismatch/unequal_tokens": int((recorded.view(np.uint32) != recomputed.view(np.uint32)).sum()),
+    }
+
+
+class Trainer:
+    """Owns what trains and its optimizer state. `params` is the whole tree; updates replace the trainable leaves.
+
+    exact: raise MismatchError, before any update, if a recomputed log-probability is not the recorded one bit for bit.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        frozen: Mapping[str, jax.Array],
+        trainable: Mapping[str, jax.Array],
+        algorithm: GRPO,
+        optimizer: optax.GradientTransformation,
+        schedule: optax.Schedule,
+        *,
+        exact: bool,
+    ) -> None:
+        self.programs, self.algorithm, self.exact = programs, algorithm, exact
+        self._frozen, self.trainable = dict(frozen), dict(trainable)
+        self._schedule = schedule
+        self.first_layer = first_trained_layer(trainable)
+        self._names = frozenset(trainable)
+        self.optimizer_state = jax.jit(optimizer.init)(self.trainable)
+        self._loss = jax.jit(jax.value_and_grad(algorithm.loss, has_aux=True))
+        self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+
+        def update(grads: Any, state: Any, params: Any) -> Any:
+            norm = optax.global_norm(grads)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, norm
+
+        # The parameters are not donated: the sampler may be serving these very buffers.
+        self._update = jax.jit(update, donate_argnums=(0, 1))
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        return {**self._frozen, **self.trainable}
+
+    def trunks(self, batches: Sequence[MicroBatch]) -> list[jax.Array] | None:
+        """Input of the first trained layer per micro-batch: the part of the network that no update changes, so that
+        the reference and the actor need it once. None where everything trains."""
+        if not self.first_layer:
+            return None
+        weights = SplitWeights.of(self._frozen, self.programs.spec.num_layers)
+        put = [self.programs.put_rows(b.rows) for b in batches]
+        return [hidden_states(self.programs, weights, rows, 0, self.first_layer)[-1] for rows in put]
+
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        trajectories: Sequence[Trajectory],
+        update_number: int,
+        trunks: Sequence[jax.Array] | None = None,
+    ) -> StepResult:
+        """One optimizer update from all micro-batches. update_number: how many came before (for the learning rate)."""
+        weights = SplitWeights.of(self.params, self.programs.spec.num_layers)
+        counted = [t for t in trajectories if len(t.completion_ids)]
+        totals = Totals(np.float32(sum(len(t.completion_ids) for t in counted)), np.float32(len(counted)))
+        logprobs: list[np.ndarray | None] = [None] * len(trajectories)
+        grads: dict[str, jax.Array] | None = None
+        sums: dict[str, float] = {}
+        for i, batch in enumerate(batches):
+            device = DeviceBatch.put(self.programs, batch)
+            trunk = trunks[i] if trunks is not None else None
+            start = self.first_layer if trunk is not None else 0
+            states = hidden_states(
+                self.programs, weights, device.rows, start, self.programs.spec.num_layers, trunk
+            )[-(self.programs.spec.num_layers - self.first_layer + 1) :]  # fmt: skip
+            logp = self.programs.logprobs(weights, states[-1], device.at, device.target, device.temperature)
+            batch.scatter(np.asarray(logp), logprobs)
+            self._require_record(batch, trajectories, logprobs)
+            tokens = Tokens(*self.programs.put_rows(tuple(batch.tokens)))
+            (_, metrics), dlogp = self._loss(logp, tokens, totals)
+            more = backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer)
+            grads = more if grads is None else self._add(grads, more)
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        assert grads is not None, "a step needs at least one micro-batch"
+        self.trainable, self.optimizer_state, norm = self._update(grads, self.optimizer_state, self.trainable)
+        used = [i for i, lp in enumerate(logprobs) if lp is not None]
+        recorded = np.concatenate([trajectories[i].logprobs for i in used])
+        recomputed = np.concatenate([logprobs[i] for i in used])  # type: ignore[misc]
+        sums |= mismatch(recorded, recomputed)
+        sums |= {"grad_norm": float(norm), "lr": float(self._schedule(update_number)), "tokens/trained": len(recorded)}
+        return StepResult(sums, logprobs)
+
+    def _require_record(
+        self, batch: MicroBatch, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray | None]
+    ) -> None:
+        for i, _, _ in batch.spans:
+            recorded, recomputed = trajectories[i].logprobs, logprobs[i]
+            assert recomputed is not None
+            if not np.isfinite(recomputed).all():
+                raise MismatchError(
+                    f"the trainer's log-probabilities of sample {trajectories[i].index} of "
+                    f"{trajectories[i].group_id!r} are not finite; the weights or the record hold NaN or infinity"
+                )
+            if self.exact and not np.array_equal(recorded.view(np.uint32), recomputed.view(np.uint32)):
+                at = int(np.flatnonzero(recorded.view(np.uint32) != recomputed.view(np.uint32))[0])
+                raise MismatchError(
+                    f"exact mode, but token {at} of sample {trajectories[i].index} of {trajectories[i].group_id!r} "
+                    f"(policy version {trajectories[i].versions[at]}) was recorded with log-probability "
+                    f"{recorded[at]!r} and recomputed as {recomputed[at]!r}. Stale weights in the sampler or an "
+                    f"operation whose bits depend on the batch; no update was applied. To go on with a measured "
+                    f"mismatch set numerics.mode = \"fast\""
+                )
