@@ -85,7 +85,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 def describe_exception(exc: BaseException) -> str:
     """`ValueError: no number (rewards.py:12)`: the exception and the line that raised it."""
-    frames = traceback.extract_tb(exc.__traceback__)
+    frames = [f for f in traceback.extract_tb(exc.__traceback__) if not f.filename.startswith("<frozen ")]
     at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(exc).__name__}: {exc}{at}"
 
@@ -103,11 +103,9 @@ def load_function(reference: str, folder: str | None, parameters: Sequence[str])
     module_name, _, function_name = reference.partition(":")
     if not function_name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"{reference!r} is not of the form 'module:function', as in 'my_rewards:length'")
-    function = getattr(
-        _import(module_name, Path(folder).resolve() if folder is not None else None, reference), function_name, None
-    )
+    module = _import(module_name, Path(folder).resolve() if folder is not None else None, reference)
+    function = getattr(module, function_name, None)
     if function is None:
-        module = sys.modules[module_name]
         known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise ConfigError(
             f"{reference!r}: {_file_of(module)} has no function {function_name!r}; {nearest(function_name, known)}"
@@ -133,32 +131,29 @@ def _import(module_name: str, folder: Path | None, reference: str) -> ModuleType
     importlib.invalidate_caches()  # the file may be younger than Python's listing of the folder
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as exc:
-        if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
-            raise ConfigError(f"{reference!r}: importing {module_name} failed: {describe_exception(exc)}") from exc
-        here = [path.stem for path in folder.glob("*.py")] if folder is not None else []
-        place = (
-            f"in {folder} (the recipe's folder, or `folder` in its section)"
-            if folder is not None
-            else "(no folder was given)"
-        )
-        raise ConfigError(
-            f"{reference!r}: there is no module {module_name!r} {place}, nor an installed one; "
-            f"{nearest(module_name, here)}"
-        ) from exc
     except Exception as exc:
+        missing = exc.name if isinstance(exc, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            here = [path.stem for path in folder.glob("*.py")] if folder is not None else []
+            raise ConfigError(
+                f"{reference!r}: there is no module {module_name!r} in the folder {folder}, and none is installed; "
+                f"{nearest(module_name, here)}"
+            ) from exc
         raise ConfigError(f"{reference!r}: importing {module_name} failed: {describe_exception(exc)}") from exc
-    if folder is None:
-        return module
-    stem = folder.joinpath(*module_name.split("."))
-    own = [path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()]
-    if own and (module.__file__ is None or Path(module.__file__).resolve() not in [path.resolve() for path in own]):
+    if folder is not None:
+        _refuse_namesake(module, folder.joinpath(*module_name.split(".")), reference)
+    return module
+
+
+def _refuse_namesake(module: ModuleType, stem: Path, reference: str) -> None:
+    """An error when the folder has a file for the module, yet another module of that name was there before."""
+    own = [path.resolve() for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()]
+    if own and Path(_file_of(module)).resolve() not in own:
         raise ConfigError(
             f"{reference!r} should come from {own[0]}, but a module of that name is loaded already from "
             f"{_file_of(module)}; rename the file"
         )
-    return module
 
 
 def _file_of(module: ModuleType) -> str:
-    return getattr(module, "__file__", None) or f"built-in module {module.__name__!r}"
+    return getattr(module, "__file__", None) or f"<built-in {module.__name__}>"
