@@ -1,0 +1,100 @@
+"""The one place that knows what kind of device the process runs on.
+
+Everything else asks here: which devices there are, whether they have host memory that they can read directly, where
+compiled programs are kept. A new accelerator needs a look at this file and at no other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from lockstep.errors import ConfigError
+
+PINNED_HOST = "pinned_host"
+
+# XLA's CPU client aborts the whole process when one device waits 40 s for another in a collective. Simulated devices
+# share few cores, so a large step on a busy machine gets there without anything being wrong.
+_CPU_FLAGS = {
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "1200",
+}
+
+
+def simulate_cpu_devices(count: int) -> None:
+    """Make the process run on `count` simulated CPU devices, whatever accelerators the machine has.
+
+    Call it before anything touches a device. Calling it later is fine while there are at least `count` CPU devices.
+    Raises ConfigError when the devices exist already and are fewer, or are not CPU devices.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        # The backend is up; jax refuses to change the number, even to a smaller one.
+        found = jax.devices()
+        if found[0].platform != "cpu" or len(found) < count:
+            raise ConfigError(
+                f"{count} simulated CPU devices wanted (cluster.cpu_devices), but the process already runs on "
+                f"{len(found)} {found[0].platform} device(s) and their number is fixed by now; set it before the "
+                f"first use of a device, or start a new process"
+            ) from error
+        return
+    jax.config.update("jax_platforms", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    names = {flag.partition("=")[0] for flag in flags}
+    # Read once, when the first program is compiled; a value set by the user stays.
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *(f"{k}={v}" for k, v in _CPU_FLAGS.items() if k not in names)])
+
+
+def available_devices(cpu_devices: int | None = None) -> list[jax.Device]:
+    """The devices to build meshes from, in jax's order; `cpu_devices` many simulated ones if given.
+
+    Raises ConfigError as `simulate_cpu_devices` does.
+    """
+    if cpu_devices is None:
+        return jax.devices()
+    simulate_cpu_devices(cpu_devices)
+    return jax.devices()[:cpu_devices]
+
+
+def device_kinds(devices: Sequence[jax.Device]) -> str:
+    """The kinds of the devices, each once, for fingerprints and reports: `cpu`, `NVIDIA H100 80GB HBM3`."""
+    return ", ".join(sorted({d.device_kind for d in devices}))
+
+
+def memory_kinds(device: jax.Device) -> tuple[str, ...]:
+    """Names of the memories that the device can address."""
+    return tuple(memory.kind for memory in device.addressable_memories())
+
+
+def default_memory(device: jax.Device) -> str:
+    """Name of the memory that arrays live in unless placed elsewhere."""
+    return device.default_memory().kind
+
+
+def snapshot_memory(device: jax.Device) -> str:
+    """Where copies that nothing computes on are kept: pinned host memory if the device lists it, else its default."""
+    return PINNED_HOST if PINNED_HOST in memory_kinds(device) else default_memory(device)
+
+
+def enable_compilation_cache(path: str | Path) -> None:
+    """Keep compiled programs in the folder `path` (made if missing), and use those found there.
+
+    Every program is kept, small ones too: reading one back is faster than compiling it. Do not share the folder
+    between machines with different processors. Raises ConfigError when the folder cannot be made or written.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"compilation cache: the folder {folder} cannot be made ({error}); choose another") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"compilation cache: the folder {folder} cannot be written; change its rights or choose another"
+        )
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
