@@ -201,7 +201,8 @@ def _type_words(annotation: Any) -> str:
     if _is_union(annotation):
         return ", or ".join(expected(a) for a in get_args(annotation) if a is not type(None))
     if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(literal(v) for v in get_args(annotation))
+        values = [literal(v) for v in get_args(annotation)]
+        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
     if is_list(annotation):
         items = get_args(annotation)
         count = "" if items[-1] is Ellipsis else f" of {len(items)}"
@@ -357,29 +358,3 @@ def plain(section: BaseModel) -> dict[str, Any]:
 
     values = {name: getattr(section, name) for name in type(section).model_fields}
     return {name: convert(value) for name, value in values.items() if value is not None}
-
-
-def markdown(section: type[Section]) -> str:
-    """The reference: one table per section, made from the same descriptions that the errors use."""
-    groups: dict[tuple[str, ...], tuple[list[str], list[Key]]] = {}
-    for k in keys(section):
-        if not k.section:
-            continue
-        parent = find(section, k.section)
-        assert parent is not None
-        which = tuple(s.__name__ for s in sections_in(parent.annotation))
-        paths, rows = groups.setdefault(which, ([], []))
-        if k.section not in paths:
-            paths.append(k.section)
-        if k.section == paths[0]:
-            rows.append(k)
-    parts = []
-    for paths, rows in groups.values():
-        parent = find(section, paths[0])
-        assert parent is not None
-        parts.append("## " + ", ".join(f"`[{p}]`" for p in paths) + f"\n\n{parent.description}\n")
-        parts.append("| key | value | default | meaning |\n|---|---|---|---|")
-        cells = [(f"`{k.name}`", k.expected, f"`{k.default}`", k.field.description or "") for k in rows]
-        parts += ["| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in cells]
-        parts.append("")
-    return "\n".join(parts)

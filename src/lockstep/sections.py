@@ -68,6 +68,8 @@ class LoraConfig(Section):
 
 
 class MeshConfig(Section):
+    """The shape of a mesh: the product of its axes is the number of its devices. The axes may be mixed freely."""
+
     data: Int = key(1, "Devices that hold copies and split the batch.", ge=1)
     fsdp: Int = key(1, "Devices that split the weights and the batch.", ge=1)
     tensor: Int = key(1, "Devices that split each matrix multiplication.", ge=1)
@@ -230,6 +232,8 @@ class TaskConfig(Section):
 
 
 class RewardFunction(Section):
+    """One reward of the sum."""
+
     name: str = key(REQUIRED, "A built-in, or `module:function` of your own.", min_length=1, also=("function",))
     weight: Float = key(1.0, "Factor of this reward in the sum; negative for a penalty.")
 
@@ -272,7 +276,9 @@ class RolloutConfig(Section):
         "Texts that end a completion, each exactly one token; the model's end tokens always do.",
         also=("stop_strings",),
     )
-    slots: Int = key(128, "Sequences decoded together; whole tiles in exact mode.", ge=1, also=("max_num_seqs",))
+    slots: Int = key(
+        128, "Sequences decoded together on each device; whole tiles in exact mode.", ge=1, also=("max_num_seqs",)
+    )
     page_size: Int = key(16, "Tokens per page of the key-value cache.", ge=1, also=("block_size",))
     num_pages: Int = key(0, "Pages of the key-value cache; 0: enough for every slot at full length.", ge=0)
 
@@ -286,7 +292,7 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo"] = key("grpo", "grpo: group z-score advantages, clipped ratio (Shao et al. 2024).")
+    name: Literal["grpo"] = key("grpo", "Group z-score advantages, clipped ratio (Shao et al. 2024).")
     clip_low: Float = key(0.2, "The ratio is clipped below at 1 - clip_low.", gt=0, le=1, also=("epsilon", "clip"))
     clip_high: Float = key(0.28, "The ratio is clipped above at 1 + clip_high.", gt=0, also=("epsilon_high",))
     kl_coef: Float = key(
