@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lockstep.config import Config, load_config
-from lockstep.progress import Progress, duration, mismatch_text, sanitize, shares, sparkline
+from lockstep.progress import Progress, mismatch_text, shares, sparkline
+from lockstep.text import duration, sanitize
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "addition.toml"
 NASTY = "57\n\x1b[2J\x1b]0;owned\x07[bold red]x[/bold red][/] \u202eevil\u2028\x9b31m\x00"

@@ -18,7 +18,6 @@ import itertools
 import math
 import statistics
 import time
-import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config import Config
+from lockstep.text import duration, sanitize
 
 PHASES = ("generate", "score", "train", "sync", "wait")
 _COLORS = {"generate": "cyan", "score": "magenta", "train": "green", "sync": "yellow", "wait": "bright_black"}
@@ -39,7 +39,6 @@ _GLYPHS = {"generate": "█", "score": "▓", "train": "▒", "sync": "░", "wa
 _ASCII_GLYPHS = {"generate": "#", "score": "%", "train": "=", "sync": "-", "wait": "."}
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _LABEL = len("sample")
-_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 class Progress:
@@ -183,17 +182,6 @@ def plain_line(record: Mapping[str, Any], steps: int, remaining_s: float | None)
     )
 
 
-def sanitize(text: str, limit: int | None = None) -> str:
-    """Text of any origin as printable characters of one line; cut to `limit` characters with an ellipsis.
-
-    A character that is invisible or steers the terminal (controls, escapes, bidirectional and format characters, line
-    separators, surrogates) is written as its Python escape.
-    """
-    kept = text if limit is None else text[: limit + 1]
-    out = "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in _UNSEEN else c for c in kept)
-    return out if limit is None or len(out) <= limit else out[: max(0, limit - 3)] + "..."
-
-
 def encodable(text: str, options: ConsoleOptions) -> str:
     """`text` with the characters that the output cannot encode spelled out."""
     return text.encode(options.encoding, errors="backslashreplace").decode(options.encoding)
@@ -246,18 +234,6 @@ def tokens_per_second(record: Mapping[str, Any]) -> str:
     """Tokens generated per second of generation."""
     tokens, seconds = record.get("tokens/generated"), record.get("time/generate_s")
     return f"{tokens / seconds:.0f} tok/s" if tokens is not None and seconds else "- tok/s"
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds for people: `0.42s`, `7.9s`, `1m32s`, `2h05m`."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    if seconds < 1:
-        return f"{seconds:.2f}s"
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if seconds >= 3600 else f"{minutes}m{int(seconds % 60):02d}s"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

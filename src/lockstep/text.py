@@ -1,0 +1,34 @@
+"""Text for people: what models wrote made harmless, and numbers made short.
+
+Imports no jax.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def sanitize(text: str, limit: int | None = None) -> str:
+    """Text of any origin as printable characters of one line; cut to `limit` characters with an ellipsis.
+
+    A character that is invisible or steers the terminal (controls, escapes, bidirectional and format characters, line
+    separators, surrogates) is written as its Python escape.
+    """
+    kept = text if limit is None else text[: limit + 1]
+    out = "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in _UNSEEN else c for c in kept)
+    return out if limit is None or len(out) <= limit else out[: max(0, limit - 3)] + "..."
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people: `0.42s`, `7.9s`, `1m32s`, `2h05m`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 1:
+        return f"{seconds:.2f}s"
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if seconds >= 3600 else f"{minutes}m{int(seconds % 60):02d}s"
