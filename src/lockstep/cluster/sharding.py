@@ -117,8 +117,8 @@ def place(
 ) -> dict[str, jax.Array]:
     """Put every leaf where its rule says. Returns path -> array in the order of `leaves`; dtypes stay.
 
-    Arrays that are there already keep their buffers. Raises SyncError, before anything is placed, for a leaf that is
-    missing, not in the table, or of another shape.
+    Device arrays that are there already keep their buffers; host arrays are copied. Raises SyncError, before anything
+    is placed, for a leaf that is missing, not in the table, or of another shape.
     """
     where = shardings(leaves, mesh, rules)
     missing = [path for path in leaves if path not in params]
@@ -136,7 +136,13 @@ def place(
                 f"place: {path} has shape {tuple(params[path].shape)}, the leaf table says {leaf.shape}; "
                 f"destination: {describe_layout(where[path])}"
             )
-    return {path: jax.device_put(params[path], where[path]) for path in leaves}
+    return {path: jax.device_put(_private(params[path]), where[path]) for path in leaves}
+
+
+def _private(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """A host array's copy that nobody else can write to. On the CPU jax adopts aligned host memory instead of copying
+    it, whatever `may_alias` says, and a write to the original would then change the weights."""
+    return array if isinstance(array, jax.Array) else np.array(array, copy=True)
 
 
 def describe_layout(sharding: Sharding) -> str:
