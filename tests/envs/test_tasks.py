@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -15,7 +16,7 @@ from lockstep.envs.base import Task
 from lockstep.envs.sources import GYM_CHUNK, ReasoningGymSource
 from lockstep.envs.tasks import make_task
 from lockstep.envs.template import Template
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, TokenizerError
 
 FEW_SHOT = "1 + 1 = 2\n5 + 2 = 7\n{expression} ="
 TWO_DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
@@ -26,9 +27,17 @@ class Characters:
     """A tokenizer with one token per character, and a chat template that can be read off the text."""
 
     has_template: bool = True
+    bos_id: int | None = ord("^")
+    adds_bos: bool = False
 
     def encode(self, text):
         return [ord(c) for c in text]
+
+    def encode_filled(self, template, fields):
+        return self.encode(template.format(**fields))
+
+    def decode(self, ids, skip_special=True):
+        return "".join(chr(i) for i in ids if not (skip_special and i == self.bos_id))
 
     def render(self, messages, add_generation_prompt=True):
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
@@ -187,6 +196,12 @@ def test_gym_errors_name_what_would_be_right():
         make(kind="reasoning_gym", dataset="chain_sum", prompt="{expresion} =")
 
 
+def test_a_missing_reasoning_gym_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # how Python marks a module that cannot be imported
+    with pytest.raises(ConfigError, match=r"cannot be imported .*pip install 'lockstep-rl\[tasks\]'"):
+        make(kind="reasoning_gym", dataset="chain_sum")
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -337,7 +352,7 @@ def test_only_the_recipes_prompt_is_a_format_string(tmp_path):
     [
         ("{question} {nope}", r"names \{nope\}, which this row does not have; known: answer, meta, prompt, question"),
         ("{question} {meta}", r"names \{meta\}, which is \{'a': 1\} here"),
-        ("{question:d}", "does not fit the row"),
+        ("{question:d}", "does not fit 'p'"),
     ],
 )
 def test_placeholders_that_do_not_fit_the_row(tmp_path, prompt, message):
@@ -345,7 +360,9 @@ def test_placeholders_that_do_not_fit_the_row(tmp_path, prompt, message):
         from_file(tmp_path, {"prompt": "p", "answer": "1", "meta": {"a": 1}}, prompt=prompt)
 
 
-@pytest.mark.parametrize("prompt", ["{question", "}", "{}", "{0}", "{question.x}", "{question[0]}", "{question:{n}}"])
+@pytest.mark.parametrize(
+    "prompt", ["{question", "}", "{}", "{0}", "{question.x}", "{question[0]}", "{question:{n}}", "{question!x}"]
+)
 def test_formats_that_are_not_plain_names(prompt):
     config = TaskConfig.model_construct(prompt=prompt, template="plain", system=None)
     with pytest.raises(ConfigError, match=r"task\.prompt"):
@@ -365,6 +382,25 @@ def test_chat_uses_the_models_own_template(tmp_path):
     assert prompt.ids == tuple(map(ord, prompt.text))
     with pytest.raises(ConfigError, match="the model has no chat template"):
         make(kind="file", path=jsonl(tmp_path, {"prompt": "a"}), template="chat", tokenizer=Characters(False))
+
+
+def test_a_plain_prompt_begins_as_the_model_expects(tmp_path):
+    data = {"kind": "file", "path": jsonl(tmp_path, {"prompt": "a{b}"})}
+    expecting = Characters(adds_bos=True)
+    added = make(**data, tokenizer=expecting)
+    assert added.prompts(0, 1)[0].text == "^a{b}" and "plain prompts after ^" in added.describe()
+    assert make(**data, prompt="^{question}", tokenizer=expecting).prompts(0, 1)[0].text == "^a{b}"
+    assert make(**data, template="chat", tokenizer=expecting).prompts(0, 1)[0].text == "<user>a{b}<assistant>"
+    assert make(**data, tokenizer=Characters(bos_id=None, adds_bos=True)).prompts(0, 1)[0].text == "a{b}"
+
+
+def test_what_the_tokenizer_refuses_names_the_row(tmp_path):
+    class Refusing(Characters):
+        def apply_template(self, messages, add_generation_prompt=True):
+            raise TokenizerError("roles must alternate")
+
+    with pytest.raises(DataError, match=r"data.jsonl:1: roles must alternate"):
+        make(kind="file", path=jsonl(tmp_path, {"prompt": "a"}), template="chat", tokenizer=Refusing())
 
 
 USER = {"role": "user", "content": "hi {x}"}

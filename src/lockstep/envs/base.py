@@ -14,7 +14,7 @@ import inspect
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -67,11 +67,16 @@ class PromptTokenizer(Protocol):
     @property
     def has_template(self) -> bool: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    bos_id: int | None
+    adds_bos: bool
 
-    def apply_template(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def encode_filled(self, template: str, fields: Mapping[str, str]) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
 
     def render(self, messages: list[dict[str, Any]]) -> str: ...
+
+    def apply_template(self, messages: list[dict[str, Any]]) -> list[int]: ...
 
 
 def nearest(name: str, known: Collection[str]) -> str:

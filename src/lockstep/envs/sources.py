@@ -73,7 +73,7 @@ class ReasoningGymSource(Source):
             import reasoning_gym.factory
         except ModuleNotFoundError as exc:
             raise ConfigError(
-                'task.kind = "reasoning_gym" needs the package reasoning-gym, which is not installed '
+                'task.kind = "reasoning_gym" needs the package reasoning-gym, which cannot be imported '
                 f"({exc}); install it with: pip install 'lockstep-rl[tasks]'"
             ) from exc
         assert config.dataset is not None
