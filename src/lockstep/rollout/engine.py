@@ -8,6 +8,7 @@ one the trainer computes, bit for bit, whatever else was in the batch.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import numpy as np
 
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages, padded_rows
 from lockstep.errors import CapacityError
+from lockstep.models.decoder import Numerics
+from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.scheduler import Request, Scheduler, Work
 from lockstep.rollout.scheduler import Sequence as Sample
 from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
@@ -26,6 +29,25 @@ def request_seed(run_seed: int, step: int, prompt_id: str, index: int) -> int:
     """64-bit seed of one sample: a hash of (run seed, step, prompt, index), so it depends on nothing else."""
     text = f"{run_seed}/{step}/{prompt_id}/{index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def enough_pages(slots: int, max_positions: int, page_size: int) -> int:
+    """Pages with which every slot can hold `max_positions` (prompt and completion each end in a page of their own)."""
+    return slots * (-(-max_positions // page_size) + 1)
+
+
+def make_fingerprint(tokenizer: Tokenizer, sampling: SamplingParams, num: Numerics, device_kinds: str) -> Fingerprint:
+    """Identity of everything but the weights that decides a recorded log-probability."""
+    decoding = [sampling.temperature, sorted(sampling.stop_ids), sampling.max_new_tokens]
+    numerics = [num.dtype, num.tile_rows, num.page_size, num.lora_scale, jax.__version__, device_kinds]
+    return Fingerprint(
+        tokenizer.fingerprint, tokenizer.template_fingerprint, *(json_digest(v) for v in (decoding, numerics))
+    )
+
+
+def json_digest(value: object) -> str:
+    """Digest (32 hex digits) of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass
@@ -58,7 +80,7 @@ class Engine:
     ) -> None:
         page = programs.num.page_size
         self.programs, self.fingerprint = programs, fingerprint
-        self.num_pages = num_pages or slots * -(-max_positions // page) + slots
+        self.num_pages = num_pages or enough_pages(slots, max_positions, page)
         self._trash = self.num_pages * page
         self._max_positions = max_positions
         max_rows = max(slots, prefill_rows)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.algorithms.grpo import GRPO
 from lockstep.algorithms.losses import Tokens, Totals
@@ -74,7 +75,17 @@ class Trainer:
         self._schedule = schedule
         self.first_layer = first_trained_layer(trainable)
         self._names = frozenset(trainable)
-        self.optimizer_state = jax.jit(optimizer.init)(self.trainable)
+        # Moments lie where their parameters lie; without saying so a compiler may replicate them.
+        placed = {path: leaf.sharding for path, leaf in self.trainable.items()}
+        everywhere = NamedSharding(programs.mesh, PartitionSpec())
+        state_placed = optax.tree.map_params(
+            optimizer,
+            lambda _, place: place,
+            jax.eval_shape(optimizer.init, self.trainable),
+            placed,
+            transform_non_params=lambda _: everywhere,
+        )
+        self.optimizer_state = jax.jit(optimizer.init, out_shardings=state_placed)(self.trainable)
         self._loss = jax.jit(jax.value_and_grad(algorithm.loss, has_aux=True))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
 
@@ -84,7 +95,7 @@ class Trainer:
             return optax.apply_updates(params, updates), state, norm
 
         # The parameters are not donated: the sampler may be serving these very buffers.
-        self._update = jax.jit(update, donate_argnums=(0, 1))
+        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=(placed, state_placed, everywhere))
 
     @property
     def params(self) -> dict[str, jax.Array]:
@@ -156,5 +167,5 @@ class Trainer:
                     f"(policy version {trajectories[i].versions[at]}) was recorded with log-probability "
                     f"{recorded[at]!r} and recomputed as {recomputed[at]!r}. Stale weights in the sampler or an "
                     f"operation whose bits depend on the batch; no update was applied. To go on with a measured "
-                    f"mismatch set numerics.mode = \"fast\""
+                    'mismatch set numerics.mode = "fast"'
                 )

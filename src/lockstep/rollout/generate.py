@@ -1,0 +1,69 @@
+"""Completions from a model without a training run: `lockstep generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+
+from lockstep.cluster.devices import device_kinds
+from lockstep.cluster.mesh import Dial
+from lockstep.cluster.programs import Programs
+from lockstep.cluster.sharding import place
+from lockstep.errors import ConfigError
+from lockstep.models import load_model
+from lockstep.models.decoder import Numerics
+from lockstep.models.spec import leaf_table
+from lockstep.rollout.engine import Engine, make_fingerprint, request_seed
+from lockstep.sync.verify import leaf_digests, policy_digest
+from lockstep.types import PolicyVersion, Prompt, SamplingParams, Trajectory
+
+TILE_ROWS, PAGE_SIZE = 32, 16
+
+
+def generate(
+    model: str,
+    prompts: Sequence[str],
+    *,
+    chat: bool,
+    samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    stop: Sequence[str],
+    numerics_mode: str,
+    dtype: str = "float32",
+) -> list[Trajectory]:
+    """`samples` completions of every prompt, in order, with text and recorded log-probabilities.
+
+    model: a known name or a folder. chat: each prompt is a user turn in the model's own template. stop: texts of exactly
+    one token each; the model's end-of-sequence ids always stop. numerics_mode: `exact` or `fast`. Raises a LockstepError
+    for a model, prompt or stop text that cannot be used.
+    """
+    loaded = load_model(model, dtype)
+    tokenizer, spec = loaded.tokenizer, loaded.spec
+    made = []
+    for number, text in enumerate(prompts):
+        ids = tokenizer.apply_template([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+        made.append(Prompt(f"prompt/{number}", text, tuple(ids)))
+    longest = max(len(p.ids) for p in made) + max_new_tokens
+    if longest > spec.max_position:
+        raise ConfigError(
+            f"the longest prompt and {max_new_tokens} new tokens need {longest} positions, {model} was made for "
+            f"{spec.max_position}; shorten the prompt or lower --max-new-tokens"
+        )
+    sampling = SamplingParams(
+        temperature, max_new_tokens, tokenizer.eos_ids | {tokenizer.single_id(text) for text in stop}
+    )
+    mesh = Dial.build({"actor": {}, "rollout": "actor"}, jax.devices()[:1]).mesh("rollout")
+    table = leaf_table(spec)
+    programs = Programs(spec, Numerics(dtype, TILE_ROWS if numerics_mode == "exact" else 0, PAGE_SIZE), mesh, table)
+    params = place(loaded.params, table, mesh)
+    slots = min(128, -(-len(made) * samples // TILE_ROWS) * TILE_ROWS)
+    fingerprint = make_fingerprint(tokenizer, sampling, programs.num, device_kinds(list(mesh.devices.flat)))
+    engine = Engine(programs, slots=slots, max_positions=longest, fingerprint=fingerprint)
+    engine.install(PolicyVersion(0, policy_digest({}, leaf_digests(params))), params)
+    seeds = {p.id: [request_seed(seed, 0, p.id, i) for i in range(samples)] for p in made}
+    done = engine.generate(made, seeds, sampling)
+    return [replace(t, text=tokenizer.decode(t.completion_ids.tolist())) for t in done]

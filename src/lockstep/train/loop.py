@@ -1,0 +1,309 @@
+"""The training loop: the page to read first.
+
+    rollout -> score -> batch -> step -> sync -> report
+
+Three counters are kept apart: `step` (updates done), `version` (which weights the sampler serves), `syncs` (how often
+weights moved). The weights that sampled a batch stay available as a snapshot until the batch is consumed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from lockstep import checkpoint, metrics, store
+from lockstep.algorithms.losses import kl_estimate
+from lockstep.cluster.programs import SplitWeights
+from lockstep.config import Config
+from lockstep.envs.base import Score
+from lockstep.envs.rewards import make_reward
+from lockstep.envs.tasks import make_task
+from lockstep.errors import FingerprintError, RewardError
+from lockstep.progress import Progress
+from lockstep.report import write_report
+from lockstep.rollout.engine import request_seed
+from lockstep.sync.snapshot import Snapshot
+from lockstep.sync.sync import Counters, SyncReceipt
+from lockstep.train.assembly import Cluster, build
+from lockstep.train.batching import make_micro_batches
+from lockstep.train.forward import score as score_tokens
+from lockstep.train.rundir import claim_run_dir, resume_point, save_checkpoint, write_dial
+from lockstep.train.trainer import StepResult
+from lockstep.types import Prompt, Trajectory
+
+PHASES = ("generate", "score", "train", "sync")
+
+
+def run(config: Config, *, resume: Path | None = None, console: Console | None = None) -> Path:
+    """Train as the recipe says; returns the run directory.
+
+    resume: a run directory to continue from its newest checkpoint, bit for bit. console: where progress is shown.
+    Raises a LockstepError for anything the user can mend; what was written until then stays readable and resumable.
+    """
+    point = resume_point(resume, config) if resume is not None else None
+    run_dir = resume if resume is not None else claim_run_dir(config)
+    with Progress(config, run_dir, console, history=point.history if point else ()) as progress:
+        progress.phase("load")
+        loop = Loop(config, run_dir, progress)
+        loop.start(point.step if point else None)
+        while loop.counters.step < config.run.steps:
+            loop.step()
+        report = write_report(run_dir)
+        progress.close()
+        progress.event(f"report: {report}")
+    return run_dir
+
+
+@dataclass
+class Clock:
+    """Seconds per phase of the step under way."""
+
+    progress: Progress
+    seconds: dict[str, float]
+    started: float
+    phase: str | None = None
+    since: float = 0.0
+
+    def enter(self, phase: str | None) -> None:
+        """The phase before ends, this one begins; None ends the last."""
+        now = time.perf_counter()
+        if self.phase is not None:
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
+        self.phase, self.since = phase, now
+        if phase is not None:
+            self.progress.phase(phase)
+
+    def record(self) -> dict[str, float]:
+        """time/<phase>_s, time/step_s, and time/wait_s for what no phase accounts for."""
+        total = time.perf_counter() - self.started
+        spent = {f"time/{p}_s": self.seconds.get(p, 0.0) for p in PHASES}
+        return {**spent, "time/wait_s": max(0.0, total - sum(spent.values())), "time/step_s": total}
+
+
+class Loop:
+    """One run's state between steps. `step()` is one turn of the picture above."""
+
+    def __init__(self, config: Config, run_dir: Path, progress: Progress) -> None:
+        self.config, self.run_dir, self.progress = config, run_dir, progress
+        self.cluster: Cluster = build(config)
+        self.task = make_task(config.task, self.cluster.tokenizer, config.run.seed)
+        self.reward = make_reward(config.reward)
+        self.counters = Counters()
+        self.cursor = 0
+        self.snapshot: Snapshot | None = None
+        self._ended: float | None = None
+        self._metrics = metrics.StepLog(run_dir / "metrics.jsonl")
+        self._receipts = metrics.StepLog(run_dir / "receipts.jsonl", once_per_step=False)
+        write_dial(run_dir, self.cluster)
+
+    def start(self, checkpoint_step: int | None) -> None:
+        """Publish the weights to begin with: fresh ones as version 0, or a checkpoint's under the version it had."""
+        if checkpoint_step is None:
+            self._log_receipt(self._publish(0))
+            return
+        like = {"trainable": self.cluster.trainer.trainable, "optimizer": self.cluster.trainer.optimizer_state}
+        arrays, meta = checkpoint.restore(self.run_dir, checkpoint_step, like)
+        self.cluster.trainer.trainable = arrays["trainable"]
+        self.cluster.trainer.optimizer_state = arrays["optimizer"]
+        self.cursor = meta["cursor"]
+        self._publish(meta["version"])
+        # Putting the same version back after a restart is not another sync of the run.
+        self.counters = Counters(meta["step"], meta["version"], meta["syncs"])
+        self.progress.event(f"resumed at step {meta['step']}, policy version {meta['version']}")
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        # From the end of the last record: a checkpoint written in between shows as waiting, not as nothing.
+        clock = Clock(self.progress, {}, self._ended or time.perf_counter())
+        number = self.counters.step + 1
+        clock.enter("generate")
+        prompts = self.task.prompts(self.cursor, self.config.rollout.prompts)
+        trajectories = self._generate(prompts, number)
+        clock.enter("score")
+        trajectories = self._score(prompts, trajectories)
+        kept = self._accepted([t for t in trajectories if t.failed is None])
+        advantages = self.cluster.trainer.algorithm.advantages([t.reward for t in kept], [t.group_id for t in kept])
+        chosen = self._select(advantages.advantages, number)
+        batch, batch_advantages = [kept[i] for i in chosen], advantages.advantages[chosen]
+        batch, trunks = self._reference_logprobs(batch, batch_advantages)
+        clock.enter("train")
+        micro = make_micro_batches(batch, batch_advantages, self.config.rollout.temperature, self.cluster.geometry)
+        result = self.cluster.trainer.step(micro, batch, self.counters.step, trunks)
+        jax.block_until_ready(self.cluster.trainer.trainable)
+        self.counters = self.counters.stepped()
+        clock.enter("sync")
+        receipt = self._publish(self.counters.version + 1)
+        clock.enter(None)
+        self.cursor += len(prompts)
+        record = self._record(number, trajectories, batch, advantages.zero_variance, result)
+        self._store(number, prompts, trajectories, batch, batch_advantages, result)
+        self._log_receipt(receipt)
+        record |= clock.record()
+        self._ended = time.perf_counter()
+        # The metrics line first: a checkpoint must never be newer than the record of the step it was taken after.
+        self._metrics.write(record)
+        every = self.config.run.checkpoint_every
+        if (every and number % every == 0) or number == self.config.run.steps:
+            save_checkpoint(self.run_dir, self.config, self.cluster, self.counters, self.cursor)
+        self.progress.step(record, _sample_text(prompts, trajectories))
+
+    def _generate(self, prompts: Sequence[Prompt], number: int) -> list[Trajectory]:
+        samples = range(self.config.rollout.samples)
+        seeds = {p.id: [request_seed(self.config.run.seed, number, p.id, i) for i in samples] for p in prompts}
+        return self.cluster.engine.generate(prompts, seeds, self.cluster.sampling)
+
+    def _score(self, prompts: Sequence[Prompt], trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Text and rewards. Failed samples stay in the record, with their reason, and take no part in training."""
+        by_id = {p.id: p for p in prompts}
+        texts = [self.cluster.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
+        scores: list[Score] = self.reward.score([by_id[t.group_id] for t in trajectories], texts)
+        failed = [s.failed for s in scores if s.failed is not None]
+        if len(failed) == len(scores):
+            raise RewardError(f"every one of the {len(scores)} samples failed to score; the first: {failed[0]}")
+        if failed:
+            self.progress.event(f"{len(failed)} of {len(scores)} samples dropped: {failed[0]}")
+        return [
+            replace(t, text=text, reward=s.value, rewards=s.parts, failed=s.failed)
+            for t, text, s in zip(trajectories, texts, scores, strict=True)
+        ]
+
+    def _accepted(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """The trajectories, once each is known to come from this policy and this numerical path (M13, I6)."""
+        for t in trajectories:
+            wrong = self.cluster.fingerprint.difference(t.fingerprint)
+            if wrong:
+                raise FingerprintError(
+                    f"sample {t.index} of {t.group_id!r} was made under another {', '.join(wrong)} than the trainer's; "
+                    f"trainer: {self.cluster.fingerprint}, sample: {t.fingerprint}"
+                )
+            stale = t.versions != self.counters.version
+            if stale.any():
+                raise FingerprintError(
+                    f"sample {t.index} of {t.group_id!r} holds tokens of policy version {t.versions[stale][0]}; this "
+                    f"step trains version {self.counters.version} and allows no staleness"
+                )
+        return trajectories
+
+    def _select(self, advantages: np.ndarray, number: int) -> np.ndarray:
+        """Indices of the rollouts to train on, in order."""
+        if self.config.train.select == "all":
+            return np.arange(len(advantages))
+        ties = np.random.default_rng((self.config.run.seed, number)).random(len(advantages))
+        return np.sort(np.lexsort((ties, -np.abs(advantages)))[: self.config.train.select_count])
+
+    def _reference_logprobs(
+        self, batch: list[Trajectory], advantages: np.ndarray
+    ) -> tuple[list[Trajectory], list[jax.Array] | None]:
+        """The batch with the reference's log-probabilities, and the frozen trunk's output if it was needed for them."""
+        reference, trainer = self.cluster.reference, self.cluster.trainer
+        if reference is None:
+            return batch, None
+        micro = make_micro_batches(batch, advantages, self.config.rollout.temperature, reference.geometry)
+        trunks = trainer.trunks(micro) if reference.shares_trunk else None
+        first = trainer.first_layer if trunks is not None else 0
+        found: list[np.ndarray | None] = [None] * len(batch)
+        for mb, flat in zip(
+            micro, score_tokens(reference.programs, reference.weights, micro, trunks, first), strict=True
+        ):
+            mb.scatter(flat, found)
+        return [replace(t, reference_logprobs=lp) for t, lp in zip(batch, found, strict=True)], trunks
+
+    def _publish(self, version: int) -> SyncReceipt:
+        """New weights to the sampler: staged, verified where they landed, then served. The snapshot follows them."""
+        cluster = self.cluster
+        cluster.installed, receipt = cluster.sync.push(version, cluster.trainer.trainable, cluster.installed)
+        cluster.engine.install(receipt.policy, {**cluster.rollout_frozen, **cluster.installed})
+        self.counters = self.counters.published(receipt)
+        if self.snapshot is not None:
+            self.snapshot.free()
+        self.snapshot = Snapshot(cluster.trainer.trainable, receipt.policy)
+        return receipt
+
+    def old_policy_logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray | None]:
+        """Log-probabilities of a batch under the snapshot: the weights that sampled it, whatever was trained since."""
+        assert self.snapshot is not None, "nothing has been published yet"
+        trainer = self.cluster.trainer
+        weights = SplitWeights.of(
+            {**trainer.params, **self.snapshot.restore({p: a.sharding for p, a in trainer.trainable.items()})},
+            self.cluster.spec.num_layers,
+        )
+        micro = make_micro_batches(
+            batch, np.zeros(len(batch)), self.config.rollout.temperature, self.cluster.geometry
+        )
+        found: list[np.ndarray | None] = [None] * len(batch)
+        for mb, flat in zip(micro, score_tokens(trainer.programs, weights, micro), strict=True):
+            mb.scatter(flat, found)
+        return found
+
+    # -- the record --------------------------------------------------------------------------------------------------
+
+    def _record(
+        self, number: int, everything: list[Trajectory], batch: list[Trajectory], zero_variance: int, result: StepResult
+    ) -> dict[str, Any]:
+        scored = [t for t in everything if t.failed is None]
+        rewards = np.asarray([t.reward for t in scored])
+        parts = {name: [t.rewards[name] for t in scored] for name in scored[0].rewards}
+        record: dict[str, Any] = {
+            "step": number,
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items()},
+            "completion_length": float(np.mean([len(t.completion_ids) for t in everything])),
+            "policy_version": self.counters.version - 1,
+            "syncs": self.counters.syncs,
+            "groups/total": len({t.group_id for t in scored}),
+            "groups/zero_variance": zero_variance,
+            "rewards/failed": len(everything) - len(scored),
+            "tokens/generated": sum(len(t.completion_ids) for t in everything),
+            "finish/stop": sum(t.finish_reason == "stop" for t in everything),
+            "finish/length": sum(t.finish_reason == "length" for t in everything),
+            **result.metrics,
+        }
+        if self.cluster.reference is not None:
+            name = self.config.algorithm.kl_estimator
+            record[f"kl/{name}"] = mean_kl(name, result.logprobs, batch)
+        return record
+
+    def _store(
+        self,
+        number: int,
+        prompts: Sequence[Prompt],
+        everything: list[Trajectory],
+        batch: list[Trajectory],
+        advantages: np.ndarray,
+        result: StepResult,
+    ) -> None:
+        if not self.config.train.save_trajectories:
+            return
+        trained = {
+            (t.group_id, t.index): (t, float(a), lp)
+            for t, a, lp in zip(batch, advantages, result.logprobs, strict=True)
+        }
+        rows = [trained.get((t.group_id, t.index), (t, None, None)) for t in everything]
+        extra = {"advantage": [a for _, a, _ in rows], "trainer_logprobs": [lp for _, _, lp in rows]}
+        store.write_step(self.run_dir / "trajectories", number, [t for t, _, _ in rows], extra, prompts=prompts)
+
+    def _log_receipt(self, receipt: SyncReceipt) -> None:
+        self._receipts.write({"step": self.counters.step, **json.loads(receipt.to_json())})
+
+
+def mean_kl(name: Any, logprobs: Sequence[np.ndarray | None], batch: Sequence[Trajectory]) -> float:
+    """Token mean of the KL estimate over the batch, from the trainer's and the reference's log-probabilities."""
+    pairs = [(lp, t.reference_logprobs) for lp, t in zip(logprobs, batch, strict=True) if lp is not None]
+    policy = np.concatenate([a for a, _ in pairs])
+    reference = np.concatenate([b for _, b in pairs if b is not None])
+    return float(np.asarray(kl_estimate(name, policy, reference), np.float64).mean())
+
+
+def _sample_text(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> str:
+    """The first prompt's last line and its first completion, for people."""
+    return prompts[0].text.rsplit("\n", 1)[-1] + trajectories[0].text
