@@ -85,7 +85,7 @@ class Family:
 
     def is_ignorable(self, tensor: str) -> bool:
         """Whether the tensor is known to carry nothing: RoPE tables of old checkpoints, or another modality."""
-        return tensor.endswith(".rotary_emb.inv_freq") or tensor.startswith(self.ignorable or "\0")
+        return tensor.endswith(".rotary_emb.inv_freq") or tensor.startswith(self.ignorable)
 
 
 def _layer(leaf: str, tensor: str, op: Op = "identity") -> NameRule:

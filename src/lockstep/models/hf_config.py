@@ -170,6 +170,10 @@ def _old_ropes(keys: _Keys) -> dict[str, Rope]:
     keys.seen.add("rope_scaling")
     if not isinstance(scaling, Mapping | None):
         raise keys.fail("rope_scaling", "an object or null")
+    if scaling and scaling.get("rope_theta", theta) != theta:
+        raise keys.fail(
+            "rope_theta", f"what rope_scaling says, {scaling['rope_theta']!r} (readers disagree on which wins)"
+        )
     main = _rope(keys.family, {"rope_theta": theta, **(scaling or {})}, theta)
     if "rope_local_base_freq" not in keys.family.defaults:
         return {"full_attention": main, "sliding_attention": main}
