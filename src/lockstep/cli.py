@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, ModelError
 
 if TYPE_CHECKING:
     from lockstep.types import Trajectory
@@ -152,19 +152,23 @@ def _keys(options: argparse.Namespace) -> None:
 def _models_list(options: argparse.Namespace) -> None:
     from lockstep.models.catalog import list_models
 
-    print(list_models())
+    for model in list_models():
+        print(model)
 
 
 def _models_fetch(options: argparse.Namespace) -> None:
     from lockstep.models.catalog import fetch
 
-    print(fetch(options.name))
+    print(fetch(options.name, say=lambda line: print(line, file=sys.stderr, flush=True)))
 
 
 def _models_check(options: argparse.Namespace) -> None:
     from lockstep.models.catalog import check
 
-    print(check(options.name))
+    result = check(options.name)
+    if result.status != "ok":
+        raise ModelError(str(result))
+    print(result)
 
 
 def _generate(options: argparse.Namespace) -> None:

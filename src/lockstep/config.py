@@ -95,7 +95,10 @@ def _misfits(config: Config) -> Iterator[str]:
     rollout, numerics, train, algorithm = config.rollout, config.numerics, config.train, config.algorithm
     rollouts = rollout.prompts * rollout.samples
     length = config.task.max_prompt_tokens + rollout.max_new_tokens
-    length_of = f"task.max_prompt_tokens + rollout.max_new_tokens = {length}"
+    length_of = (
+        f"task.max_prompt_tokens + rollout.max_new_tokens = {config.task.max_prompt_tokens} + {rollout.max_new_tokens} "
+        f"= {length}"
+    )
     if rollout.temperature == 0:
         yield (
             "`rollout.temperature` = 0 makes every sample of a group the same, so no advantage is left to train on; "

@@ -43,14 +43,23 @@ def split_overrides(words: list[str]) -> list[tuple[str, str]]:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
+        if not _is_text(word):
+            raise ConfigError(f"override {word!r} is not UTF-8 text")
         if not all(name.split(".")) or name.startswith("-") or not (word.startswith("--") or equals):
             raise ConfigError(f"override {word!r}: expected `--section.key value` or `--section.key=value`")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"override --{name} has no value: expected `--{name} value` or `--{name}=value`")
             value = rest.pop(0)
+            if not _is_text(value):
+                raise ConfigError(f"the value {value!r} of --{name} is not UTF-8 text")
         pairs.append((name, value))
     return pairs
+
+
+def _is_text(word: str) -> bool:
+    """Bytes of a command line that are not UTF-8 arrive as surrogates, which no file could hold."""
+    return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
 def apply_overrides(section: type[Section], data: dict[str, Any], words: list[str], folder: Path) -> dict[str, str]:

@@ -10,13 +10,14 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Strict, Tag, model_validator
 
 from lockstep.schema import REQUIRED, Bool, Expects, Float, Int, Section, key, literal, toml_value
 
 Role = Literal["actor", "rollout", "reference"]
 ROLES: tuple[Role, ...] = ("actor", "rollout", "reference")
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
+PositiveOrInf = Annotated[float, Strict(), Expects("a number > 0, or inf")]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -308,14 +309,17 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "After the warm-up; linear and cosine reach 0 at the last step.", also=("lr_scheduler_type",)
     )
-    warmup_steps: Int = key(0, "Steps over which the learning rate rises from 0.", ge=0)
+    warmup_steps: Int = key(0, "Steps over which the learning rate rises to `lr`.", ge=0)
     weight_decay: Float = key(0.0, "Decoupled weight decay (AdamW).", ge=0)
     betas: tuple[Annotated[Float, Expects("a number >= 0 and < 1")], Float] = key(
         (0.9, 0.999), "Decay of the two moments of Adam.", also=("adam_beta1", "b1", "beta1", "beta2")
     )
     eps: Float = key(1e-8, "Added to the root of the second moment.", gt=0, also=("adam_epsilon",))
-    max_grad_norm: Float = key(
-        1.0, "Gradients of larger global norm are scaled down to it.", gt=0, also=("grad_clip", "max_norm", "clip_grad")
+    max_grad_norm: PositiveOrInf = key(
+        1.0,
+        "Gradients of larger global norm are scaled down to it; `inf`: none are.",
+        gt=0,
+        also=("grad_clip", "max_norm", "clip_grad"),
     )
 
     @model_validator(mode="after")
