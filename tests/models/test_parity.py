@@ -2,7 +2,7 @@
 a table of wrong readings of a folder, each of which the comparison must notice.
 
 The bound: the largest difference is at most 1e-5 of the largest logit, in float32. Measured when the goldens were made:
-4.4e-7 .. 3.1e-6 on the tiny models, whose logits go up to 5.
+7.4e-7 to 3.1e-6 on the tiny models, 9.6e-7 on SmolLM2; the mildest of the wrong readings is off by 7.6e-2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.models.spec import LayerKind, ModelSpec, Rope
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CASES = sorted(p.name for p in (GOLDENS / "hf").iterdir())
 BOUND = 1e-5
-NOTICED = 100 * BOUND
+NOTICED = 1000 * BOUND
 
 Params = dict[str, np.ndarray]
 Wrong = Callable[[ModelSpec, Params], tuple[ModelSpec, Params]]

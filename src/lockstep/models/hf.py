@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -40,7 +40,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors -> numpy
+_LOADED: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 _LISTED = 8
 
 
@@ -66,7 +67,7 @@ def load_folder(
     of another shape or of a dtype that is not a float, a `lm_head.weight` that is not the embedding in a tied model.
     """
     path = Path(path)
-    if dtype not in ("float32", "bfloat16", "stored"):
+    if dtype not in (*_LOADED, "stored"):
         raise ModelError(f"models are loaded as float32, bfloat16 or stored, not {dtype!r}")
     spec = load_spec(path)
     refs = name_map(spec)
@@ -216,7 +217,7 @@ def _leaf(tensors: _Tensors, ref: TensorRef, dtype: str, check_finite: bool) -> 
     array = tensors.read(ref.name, ref.shape)
     if check_finite and not np.isfinite(array).all():
         raise ModelError(f"{tensors.path}: tensor {ref.name!r} holds NaN or infinity")
-    return ref.convert(array if dtype == "stored" else array.astype(jnp.dtype(dtype), copy=False))
+    return ref.convert(array if dtype == "stored" else array.astype(_LOADED[dtype], copy=False))
 
 
 def _check_tied(tensors: _Tensors, embed: TensorRef) -> None:

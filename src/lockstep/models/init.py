@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from lockstep.errors import ModelError
@@ -29,10 +30,10 @@ def init_leaf(leaf: Leaf, seed: int, norm_offset: float = 0.0) -> np.ndarray:
 
 def init_params(spec: ModelSpec, seed: int, dtype: str = "float32") -> dict[str, np.ndarray]:
     """Parameters of a fresh model, path -> array of `dtype` (`float32` or `bfloat16`)."""
-    if dtype not in ("float32", "bfloat16"):
+    kinds: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+    if dtype not in kinds:
         raise ModelError(f"parameters can be initialised as float32 or bfloat16, not {dtype!r}")
-    kind = np.dtype(jnp.dtype(dtype))
     return {
-        path: init_leaf(leaf, seed, spec.norm_offset).astype(kind, copy=False)
+        path: init_leaf(leaf, seed, spec.norm_offset).astype(kinds[dtype], copy=False)
         for path, leaf in leaf_table(spec).items()
     }
