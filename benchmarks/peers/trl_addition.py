@@ -104,6 +104,12 @@ def stop_token(tokenizer: Any) -> int:
     return ids[0]
 
 
+def unique_ids(tokenizer: Any, rows: list[dict[str, str]]) -> list[list[int]]:
+    """Token ids of the rows' prompts as the trainer makes them, each different prompt once."""
+    ids = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
+    return [list(row) for row in dict.fromkeys(tuple(row) for row in ids)]
+
+
 def load(args: argparse.Namespace) -> tuple[Any, Any, list[int]]:
     """The float32 model and its tokenizer; generation ends at the newline or at any end-of-sequence id of the model."""
     import torch
@@ -111,6 +117,8 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left", truncation_side="left")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{args.model}: tokenizer_config.json names no eos_token, which TRL pads with; add it")
     own = model.generation_config.eos_token_id
     own = [own] if isinstance(own, int) else list(own or [])
     # GRPOTrainer takes its stop ids from here, for generate() and for the mask alike; passed through
@@ -310,7 +318,7 @@ def train(args: argparse.Namespace, file: TextIO) -> None:
                 "stop_ids": stops,
                 "trainable_parameters": trainable,
                 "attention": trainer.model.config._attn_implementation,
-                "first_prompt_ids": tokenizer(text=[rows[0]["prompt"]])["input_ids"][0],
+                "prompt_ids": unique_ids(tokenizer, rows[: args.group_prompts]),
             },
             file,
         )
