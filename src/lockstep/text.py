@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from typing import Any
 
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
@@ -22,6 +23,11 @@ def sanitize(text: str, limit: int | None = None) -> str:
     return out if limit is None or len(out) <= limit else out[: max(0, limit - 3)] + "..."
 
 
+def visible(text: str) -> str:
+    """As `sanitize`, for text that keeps its lines: line breaks and tabs stay."""
+    return "\n".join("\t".join(map(sanitize, line.split("\t"))) for line in text.split("\n"))
+
+
 def duration(seconds: float | None) -> str:
     """Seconds for people: `0.42s`, `7.9s`, `1m32s`, `2h05m`."""
     if seconds is None or not math.isfinite(seconds):
@@ -32,3 +38,14 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f}s"
     minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
     return f"{minutes // 60}h{minutes % 60:02d}m" if seconds >= 3600 else f"{minutes}m{int(seconds % 60):02d}s"
+
+
+def number(value: Any) -> str:
+    """A metric for people: four significant digits, whole numbers as they are, `-` for what is not there."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool | str) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e9):
+        return f"{int(value)}"
+    return f"{value:.4g}"
