@@ -224,12 +224,13 @@ def load_model(
 
 
 def _load_folder(path: Path, dtype: str, date: datetime.date | None) -> LoadedModel:
-    from lockstep.models.hf import load_folder
+    from lockstep.models.hf import load_folder, load_spec
     from lockstep.models.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_hf(path, date=date)  # first: it fails in a moment, weights take minutes
+    # Weights last: whatever else is wrong shows in a moment, reading weights can take minutes.
+    tokenizer = _fitting(load_spec(path), Tokenizer.from_hf(path, date=date), str(path))
     spec, params = load_folder(path, dtype)
-    return _fitting(LoadedModel(spec, params, tokenizer, str(path)))
+    return LoadedModel(spec, params, tokenizer, str(path))
 
 
 def _load_gguf(path: Path, dtype: str, date: datetime.date | None, source: str) -> LoadedModel:
@@ -238,19 +239,19 @@ def _load_gguf(path: Path, dtype: str, date: datetime.date | None, source: str) 
 
     file = read_gguf(path)
     spec = spec_from_gguf(file)
-    tokenizer = Tokenizer.from_gguf(file.metadata, date=date)
-    return _fitting(LoadedModel(spec, params_from_gguf(file, spec, dtype), tokenizer, source))
+    tokenizer = _fitting(spec, Tokenizer.from_gguf(file.metadata, date=date), source)
+    return LoadedModel(spec, params_from_gguf(file, spec, dtype), tokenizer, source)
 
 
-def _fitting(model: LoadedModel) -> LoadedModel:
-    """The model, if its embedding has a row for every token. More rows than tokens are padding, and fine."""
-    if model.tokenizer.vocab_size > model.spec.vocab_size:
+def _fitting(spec: ModelSpec, tokenizer: Tokenizer, source: str) -> Tokenizer:
+    """The tokenizer, if the embedding has a row for each of its ids. More rows than ids are padding, and fine."""
+    if tokenizer.vocab_size > spec.vocab_size:
         raise ModelError(
-            f"{model.source}: the tokenizer has ids up to {model.tokenizer.vocab_size - 1}, the embedding has "
-            f"{model.spec.vocab_size} rows. Weights and tokenizer belong to different models, or tokens were added "
-            "without resizing the embedding"
+            f"{source}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the embedding has "
+            f"{spec.vocab_size} rows. Weights and tokenizer belong to different models, or tokens were added without "
+            "resizing the embedding"
         )
-    return model
+    return tokenizer
 
 
 def _verified(known: KnownModel, say: Say | None) -> Path:

@@ -38,7 +38,8 @@ class Tokenizer:
 
     eos_ids: every id that ends a sequence. bos_id: the beginning-of-sequence id, if the model has one. adds_bos: the
     model expects `bos_id` before plain text (`encode` does not write it). vocab_size: the largest id plus one.
-    has_template: whether `render` and `apply_template` can be used.
+    has_template: whether `render` and `apply_template` can be used. names: texts of the named special tokens
+    (`bos_token`, `eos_token`, `unk_token`, `pad_token`, as far as there are any).
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Tokenizer:
         eos_ids: Iterable[int],
         bos_id: int | None,
         adds_bos: bool,
+        names: Mapping[str, str],
         template: ChatTemplate | None,
         source: str,
     ):
         backend.no_truncation()
         backend.no_padding()
-        self._backend, self.template, self.source = backend, template, source
+        self._backend, self.names, self.template, self.source = backend, dict(names), template, source
         ids = set(backend.get_vocab(with_added_tokens=True).values())
         if not ids:
             raise TokenizerError(f"{source}: the vocabulary is empty")
@@ -93,6 +95,16 @@ class Tokenizer:
         from lockstep.models.tokenizer_files import load_gguf
 
         return load_gguf(metadata, date)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tokenizer, template and end-of-sequence ids into a folder in Hugging Face layout."""
+        from lockstep.models.tokenizer_files import save_hf
+
+        save_hf(self, Path(folder))
+
+    def to_json(self) -> str:
+        """The content of a `tokenizer.json`."""
+        return self._backend.to_str(pretty=True)
 
     @property
     def has_template(self) -> bool:
@@ -215,6 +227,7 @@ class Tokenizer:
             eos_ids=self.eos_ids,
             bos_id=self.bos_id,
             adds_bos=self.adds_bos,
+            names=self.names,
             template=template,
             source=self.source,
         )
@@ -249,6 +262,8 @@ class Tokenizer:
             model["vocab"] = {wrap(text): i for text, i in model["vocab"].items()}
         else:
             model["vocab"] = [[wrap(text), score] for text, score in model["vocab"]]
+        if "merges" in model:  # a special token that is also a word must not come out of merging that word
+            model["merges"] = [(a, b) for a, b in model["merges"] if not self._protected & {a, b, a + b}]
         try:
             literal = tokenizers.Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # the library raises nothing narrower

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from lockstep.errors import TokenizerError
 from lockstep.models.chat import ChatTemplate
@@ -71,9 +71,29 @@ def load_hf(folder: Path, template: str, date: datetime.date | None) -> Tokenize
         eos_ids=eos_ids,
         bos_id=bos_id,
         adds_bos=bool(adds_bos) and bos_id is not None,
+        names=names,
         template=chat,
         source=str(folder),
     )
+
+
+def save_hf(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write what `load_hf` reads back as the same tokenizer, and what transformers and the inference engines read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": tokenizer.adds_bos,
+        "clean_up_tokenization_spaces": False,
+        **tokenizer.names,
+    }
+    generation: dict[str, Any] = {"eos_token_id": sorted(tokenizer.eos_ids)}
+    if tokenizer.bos_id is not None:
+        generation["bos_token_id"] = tokenizer.bos_id
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    for name, content in (("tokenizer_config.json", settings), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if tokenizer.template is not None:
+        (folder / "chat_template.jinja").write_text(tokenizer.template.source, encoding="utf-8", newline="")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -127,14 +147,20 @@ def _find_template(folder: Path, settings: Mapping[str, Any], name: str) -> str 
         elif value is not None:
             raise TokenizerError(f"{folder / where}: chat_template must be text or a list of named texts")
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        found[path.stem] = _read_text(path)
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        found["default"] = _read_text(folder / "chat_template.jinja")
     if not found and name == "default":
         return None
     if name not in found:
         raise TokenizerError(f"{folder}: no chat template named {name!r}; there are {sorted(found) or 'none'}")
     return found[name]
+
+
+def _read_text(path: Path) -> str:
+    """The file's text with its line ends as they are: they reach the prompt."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return file.read()
 
 
 def _compile(where: Path | str, source: str, names: Mapping[str, str], date: datetime.date | None) -> ChatTemplate:
@@ -215,11 +241,17 @@ def load_gguf(metadata: Mapping[str, Any], date: datetime.date | None) -> Tokeni
     short = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     names = {name: tokens[i] for name, key in short.items() if (i := ids[key]) is not None}
     template = metadata.get("tokenizer.chat_template")
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", False)) and ids["bos"] is not None
+    if adds_bos:  # what a saved tokenizer.json says of it; `encode` never adds anything
+        backend.post_processor = processors.TemplateProcessing(
+            single=[names["bos_token"], "$A"], special_tokens=[(names["bos_token"], ids["bos"])]
+        )
     return Tokenizer(
         backend,
         eos_ids={i for k in ("eos", "eot", "eom") if (i := ids[k]) is not None},
         bos_id=ids["bos"],
-        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)) and ids["bos"] is not None,
+        adds_bos=adds_bos,
+        names=names,
         template=None if template is None else _compile(where, template, names, date),
         source=where,
     )
