@@ -140,9 +140,11 @@ def test_what_the_output_cannot_encode_is_spelled_out(config: Config, tmp_path: 
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     with Progress(config, tmp_path, Console(file=out, force_terminal=True, width=100)) as progress:
-        progress.event("ü")
+        progress.event("ü", warning=True)
+        progress.event("resumed")
         progress.step(record(1), "π ≈ 3")
     assert rb"\u03c0 \u2248 3" in raw.getvalue() and rb"! \xfc" in raw.getvalue()
+    assert b"* resumed" in raw.getvalue()
 
 
 def test_missing_and_non_finite_numbers_are_shown_as_such(config: Config, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     with Progress(config, run_dir) as progress:
         progress.phase("generate")
-        progress.event("group task/0/3 dropped: reward raised ValueError")
+        progress.event("group task/0/3 dropped: reward raised ValueError", warning=True)
         progress.step(record, sample="36 + 21 = 57")
 
 Colour is off under `NO_COLOR`, on dumb terminals and in pipes; blocks become ASCII where the output cannot encode them.
@@ -78,12 +78,12 @@ class Progress:
         """What the run is doing from now on, for the panel."""
         self._phase = (name, time.monotonic())
 
-    def event(self, message: str) -> None:
-        """Show something the user should know and keep it in `log.txt`: a dropped group, a failure, a compilation."""
+    def event(self, message: str, *, warning: bool = False) -> None:
+        """Show something, keep it in `log.txt`: a resume, a compilation; as a warning: a failure, a dropped sample."""
         line = sanitize(message)
         with open(self._run_dir / "log.txt", "a", encoding="utf-8") as log:
             log.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}\n")
-        self._say(f"! {line}", style="yellow")
+        self._say(f"! {line}" if warning else f"* {line}", style="yellow" if warning else "")
 
     def close(self) -> None:
         """Leave the last panel on screen and give the terminal back; a second call does nothing."""

@@ -2,7 +2,7 @@
 
 Every chart has a title and a one-sentence description for screen readers, and carries its numbers as data attributes,
 from which the page's script makes crosshair and tooltip; without the script the chart is complete all the same.
-A value that is missing or not finite is a gap, and said in the description.
+A value that is missing, not finite or absurdly large is a gap, and said in the description.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lockstep.text import sanitize
 
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 26
 MAX_POINTS = 600
+LARGEST = 1e300  # what is larger than this, or smaller than its inverse, is beyond an axis in doubles
 Values = Sequence[float | None]
 
 
@@ -104,7 +105,7 @@ def stacked_bars(
 def y_scale(values: Sequence[float], height: int) -> Scale:
     """A y axis for the values: from zero (or below, when some are negative) to a round number above the largest."""
     low, high = min([0.0, *values]), max([0.0, *values])
-    if low == high:
+    if high - low < 1 / LARGEST:
         # All zero: a line at the foot of an axis with that one number, not an invented scale.
         return Scale(0.0, 1.0, height - BOTTOM, TOP, (0.0,))
     tick = _tick_size(high - low, 4)
@@ -132,7 +133,7 @@ def rolling_mean(values: Values, window: int) -> list[float | None]:
 
 
 def _is_number(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
+    return value is not None and abs(value) < LARGEST
 
 
 def _tick_size(span: float, count: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class RunData:
     """What a run directory holds. notes: what is missing, unfinished or damaged, in words for the page.
 
     recipe: parsed; recipe_text: as written. steps: what the recipe plans, None when unknown. dial, environment: empty
-    when not written. log: the last lines of `log.txt`.
+    when not written (a dial may bring an `environment` of its own). log: the last lines of `log.txt`.
     """
 
     path: Path
@@ -48,7 +49,8 @@ class RunData:
 
     @property
     def name(self) -> str:
-        return self.get("run", "name") or self.path.name
+        """The folder's name: the recipe's, with a number when there were several runs of it."""
+        return self.path.resolve().name
 
     def column(self, key: str) -> list[float | None]:
         """One number per step; None where the record has none. NaN and infinities stay what they are."""
@@ -76,7 +78,9 @@ def read_run(path: Path) -> RunData:
         run.records = ()
     run.receipts = _read_log(run, "receipts.jsonl", "no weight sync is shown")
     run.dial = _read_json(run, "dial.json", "the mesh picture is left out")
-    run.environment = _read_json(run, ENVIRONMENT, "versions and devices are unknown")
+    run.environment = flat(run.dial.get("environment", {}))
+    if (path / ENVIRONMENT).is_file() or not run.environment:
+        run.environment |= _read_json(run, ENVIRONMENT, "versions and devices are unknown")
     if (path / "log.txt").is_file():
         run.log = (path / "log.txt").read_text(errors="backslashreplace").splitlines()[-LOG_LINES:]
     run.checkpoints = checkpoint.steps(path)
@@ -94,6 +98,14 @@ def read_trajectories(run: RunData, step: int) -> store.StepRecord | None:
     except CheckpointError as error:
         run.notes.append(f"The trajectories of step {step} cannot be read: {error}")
         return None
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested mappings as one, `{"a": {"b": 1}}` as `{"a b": 1}`."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flat(value, f"{before}{key} ") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return out
 
 
 def finite(values: list[float | None]) -> list[float]:
