@@ -22,6 +22,8 @@ ADAPTER = {
     for name, out, axis in (("q", 16, "heads"), ("k", 8, "kv_heads"))
     for part, shape, axes in (("lora_a", (16, 2), ("embed", "rank")), ("lora_b", (2, out), ("rank", axis)))
 }
+# One leaf of each kind of cut.
+KINDS = {path: MODEL[path] for path in ("embed", "layers.0.q", "final_norm")}
 PAIRS = {
     "colocated": {"actor": {"fsdp": 2, "tensor": 2}, "rollout": "actor"},
     "one to one": {"actor": {}, "rollout": {}},
@@ -52,11 +54,11 @@ class Pair:
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in PAIRS), ("more", "bfloat16")])
 def test_randomise_then_sync(name, dtype):
-    pair = Pair(PAIRS[name], trainable_leaves(MODEL, None), dtype=dtype)
+    pair = Pair(PAIRS[name], KINDS, dtype=dtype)
     before = leaf_digests(pair.rollout)
     installed, receipt = pair.sync.push(1, pair.actor, pair.rollout)
     assert leaf_digests(installed) == leaf_digests(pair.actor) == receipt.leaf_digests != before
-    assert list(installed) == list(MODEL)
+    assert list(installed) == list(KINDS)
     for path, leaf in installed.items():
         assert leaf.sharding == pair.destination[path]
         np.testing.assert_array_equal(leaf, pair.actor[path])
@@ -68,6 +70,13 @@ def test_randomise_then_sync(name, dtype):
     assert receipt.syncs == (0 if same_places else 1)
     if name == "sharded to replicated":
         assert receipt.bytes_crossing == receipt.bytes_moved == 4 * receipt.bytes_selected
+
+
+def test_a_whole_model_crosses_under_full_parameter_training():
+    pair = Pair({"actor": {"fsdp": 2}, "rollout": {"tensor": 2}}, trainable_leaves(MODEL, None))
+    installed, receipt = pair.sync.push(0, pair.actor, pair.rollout)
+    assert list(installed) == list(MODEL) and receipt.leaves == len(MODEL)
+    assert leaf_digests(installed) == leaf_digests(pair.actor)
 
 
 def test_identity_sync_changes_nothing():

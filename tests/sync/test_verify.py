@@ -28,12 +28,11 @@ def slow_digest(array: np.ndarray) -> str:
     words = array.view(f"u{array.dtype.itemsize}")
     lanes = [0, 0]
     for index, word in np.ndenumerate(words):
-        keys = []
-        for seed in (0x243F6A88, 0x85A308D3):
-            hashes = (fmix((i * 0x9E3779B1 + seed + 0x632BE5AB * (dim + 1)) & M32) for dim, i in enumerate(index))
-            keys.append((seed + sum(hashes)) & M32)
+        keys = [
+            sum((i + 1) * pow(c, dim + 1, 2**32) for dim, i in enumerate(index)) & M32 for c in (0x9E3779B1, 0x85EBCA77)
+        ]
         first = fmix(int(word) ^ keys[0])
-        second = ((first ^ keys[1]) * 0x9E3779B1) & M32
+        second = ((first ^ keys[1]) * 0xC2B2AE3D) & M32
         second = ((second ^ (second >> 15)) * 0x27D4EB2F) & M32
         lanes = [(lanes[0] + first) & M32, (lanes[1] + second) & M32]
     return f"{array.dtype.name}[{','.join(map(str, array.shape))}]:{lanes[0]:08x}{lanes[1]:08x}"

@@ -23,7 +23,7 @@ from lockstep.errors import SyncError
 from lockstep.models.spec import Leaf
 from lockstep.sync.select import check_names, listed, select
 from lockstep.sync.transfer import LeafMove, LocalTransport, Transport, plan_leaf, shared_devices, written_bytes
-from lockstep.sync.verify import check_same, kind_of, leaf_digests, policy_digest
+from lockstep.sync.verify import check_same, kind_of, policy_digest, start_digests
 from lockstep.types import PolicyVersion
 
 
@@ -234,13 +234,10 @@ class WeightSync:
 
     def _verify(self, source: Mapping[str, jax.Array], staged: Mapping[str, jax.Array]) -> dict[str, str]:
         """Leaf digests, equal on both sides. What stands on the source's very buffers is digested once."""
-        wanted = leaf_digests(source)
-        apart = {
-            p: leaf
-            for p, leaf in staged.items()
-            if len(shared_devices(source[p], leaf)) < len(leaf.sharding.device_set)
-        }
-        check_same({path: wanted[path] for path in apart}, leaf_digests(apart), *self._roles)
+        there = {p: x for p, x in staged.items() if len(shared_devices(source[p], x)) < len(x.sharding.device_set)}
+        source_digests, staged_digests = start_digests(source), start_digests(there)
+        wanted = source_digests()
+        check_same({path: wanted[path] for path in there}, staged_digests(), *self._roles)
         return wanted
 
     def _receipt(

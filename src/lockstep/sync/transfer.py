@@ -59,19 +59,20 @@ class LocalTransport:
         self, leaves: Mapping[str, jax.Array], destination: Mapping[str, Sharding], moves: Mapping[str, LeafMove]
     ) -> dict[str, jax.Array]:
         """As `Transport.stage`. Copies of different leaves overlap; the return waits for all of them."""
-        staged = {}
+        placed = {}
         for path, leaf in leaves.items():
             try:
-                placer = reuse if moves[path].in_place else copy
-                staged[path] = placer(leaf, destination[path])
+                place = reuse if moves[path].in_place else jax.device_put
+                placed[path] = place(leaf, destination[path])
             # jax reports what does not fit as any of these, depending on the backend.
             except (ValueError, RuntimeError, NotImplementedError) as error:
                 raise SyncError(
                     f"sync: {path} {leaf.dtype.name}{list(leaf.shape)} could not be placed: {error}; "
                     f"source: {describe_layout(leaf.sharding)}; destination: {describe_layout(destination[path])}"
                 ) from error
-        jax.block_until_ready(staged)
-        return staged
+        # In a second pass: looking at a buffer waits for its copy.
+        staged = {path: x if moves[path].in_place else detached(x, leaves[path]) for path, x in placed.items()}
+        return jax.block_until_ready(staged)
 
 
 def reuse(leaf: jax.Array, destination: Sharding) -> jax.Array:
@@ -83,15 +84,19 @@ def reuse(leaf: jax.Array, destination: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, destination, [held[device] for device in wanted])
 
 
-def copy(leaf: jax.Array, destination: Sharding) -> jax.Array:
-    """`leaf` placed as `destination` says, on buffers that it shares with nothing."""
-    placed = jax.device_put(leaf, destination)
-    shared = shared_devices(leaf, placed)
+def detached(placed: jax.Array, source: jax.Array) -> jax.Array:
+    """`placed` without any buffer of `source`. device_put reuses a shard that is already right, whatever `may_alias`
+    says; those shards are copied on their devices."""
+    shared = shared_devices(source, placed)
     if not shared:
         return placed
-    # device_put reuses a shard that is already right, whatever may_alias says.
     shards = [s.data.copy() if s.device in shared else s.data for s in placed.addressable_shards]
-    return jax.make_array_from_single_device_arrays(leaf.shape, destination, shards)
+    return jax.make_array_from_single_device_arrays(placed.shape, placed.sharding, shards)
+
+
+def copy(leaf: jax.Array, destination: Sharding) -> jax.Array:
+    """`leaf` placed as `destination` says, on buffers that it shares with nothing."""
+    return detached(jax.device_put(leaf, destination), leaf)
 
 
 def shared_devices(a: jax.Array, b: jax.Array) -> set[jax.Device]:

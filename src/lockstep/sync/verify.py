@@ -30,8 +30,7 @@ from lockstep.errors import SyncError
 from lockstep.sync.transfer import Box, boxes
 
 U32 = jnp.uint32
-GOLDEN = 0x9E3779B1  # odd, near 2^32 / golden ratio: spreads consecutive indices
-SEEDS = (0x243F6A88, 0x85A308D3)  # per lane; digits of pi
+MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)  # of the keys, per lane; primes of xxHash32 (Y. Collet)
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
@@ -41,9 +40,16 @@ def leaf_digests(tree: Mapping[str, jax.Array]) -> dict[str, str]:
     Raises SyncError naming the leaf: replicas that differ, an array that was deleted or donated, that other processes
     hold parts of, or of a type without a bit pattern of whole bytes.
     """
+    return start_digests(tree)()
+
+
+def start_digests(tree: Mapping[str, jax.Array]) -> Callable[[], dict[str, str]]:
+    """Put the digests of all leaves under way and return the function that waits for them; both as `leaf_digests`.
+
+    Two trees on different devices are digested at the same time when both are started before either is awaited.
+    """
     lanes = {path: _lanes(path, leaf) for path, leaf in tree.items()}
-    # All leaves are under way before the first is read back.
-    return {path: _combine(path, tree[path], np.asarray(lanes[path])) for path in tree}
+    return lambda: {path: _combine(path, tree[path], np.asarray(lanes[path])) for path in tree}
 
 
 def tree_digest(leaves: Mapping[str, str]) -> str:
@@ -141,9 +147,9 @@ def _shard_lanes(shard: jax.Array, offsets: list[jax.Array]) -> jax.Array:
     bits = lax.bitcast_convert_type(shard, _UNSIGNED[shard.dtype.itemsize]).astype(U32)
     # A wider type becomes several 32-bit words, in a new last dim.
     offsets = offsets + [U32(0)] * (bits.ndim - shard.ndim)
-    first = avalanche(bits ^ _keys(bits.shape, offsets, SEEDS[0]))
+    first = avalanche(bits ^ _keys(bits.shape, offsets, MULTIPLIERS[0]))
     # The second lane goes on from the first one's well-mixed value: half the work, its own keys, still a bijection.
-    second = (first ^ _keys(bits.shape, offsets, SEEDS[1])) * U32(GOLDEN)
+    second = (first ^ _keys(bits.shape, offsets, MULTIPLIERS[1])) * U32(0xC2B2AE3D)
     second = (second ^ (second >> 15)) * U32(0x27D4EB2F)
     # One reduction over both: two separate sums would run the mixing twice and, on the CPU, seven times slower.
     sums = lax.reduce((first, second), (U32(0), U32(0)), _add_pairs, tuple(range(bits.ndim)))
@@ -154,17 +160,17 @@ def _add_pairs(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -
     return a[0] + b[0], a[1] + b[1]
 
 
-def _keys(shape: tuple[int, ...], offsets: list[jax.Array], seed: int) -> jax.Array:
-    """uint32 of `shape`: a position's key, the sum over dims of a hash of the global index along that dim.
+def _keys(shape: tuple[int, ...], offsets: list[jax.Array], multiplier: int) -> jax.Array:
+    """uint32 of `shape`: key of the position (i, j, ...) = (i + 1) c + (j + 1) c^2 + ..., c the lane's multiplier.
 
-    Per-dim hashes are vectors, so a key costs one addition per element, and no index overflows 32 bits in a leaf of
-    more than 2^32 elements.
+    Linear, because hashed indices would cost more than the mixing. Two positions of a matrix share a key of one lane
+    only when they are tens of thousands apart, and never those of both lanes: the difference of the two multipliers is
+    twice an odd number.
     """
-    key = jnp.full(shape, U32(seed))
+    key = jnp.zeros(shape, U32)
     for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
-        index = lax.iota(U32, size) + offset
-        hashed = avalanche(index * U32(GOLDEN) + U32((seed + 0x632BE5AB * (dim + 1)) % 2**32))
-        key = key + lax.broadcast_in_dim(lax.optimization_barrier(hashed), shape, (dim,))
+        step = U32(pow(multiplier, dim + 1, 2**32))
+        key = key + lax.broadcast_in_dim((lax.iota(U32, size) + offset + U32(1)) * step, shape, (dim,))
     return key
 
 
