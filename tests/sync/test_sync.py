@@ -323,6 +323,16 @@ def test_a_transport_that_dies_leaves_the_old_weights_and_says_why():
     assert pair.sync.published is None
 
 
+def test_a_transport_that_copies_what_is_in_place_is_refused():
+    def needless_copies(staged):
+        return {p: x.copy() for p, x in staged.items()}
+
+    pair = Pair(PAIRS["colocated"], transport=Faulty(needless_copies))
+    with pytest.raises(SyncError, match=r"sync: \d+ bytes were written where 0 were planned"):
+        pair.sync.push(0, pair.actor, pair.rollout)
+    assert pair.sync.published is None
+
+
 def test_weights_with_nan_and_infinity_cross_bit_for_bit():
     pair = Pair()
     raw = np.random.default_rng(3).integers(0, 2**32, (16, 2), np.uint32)

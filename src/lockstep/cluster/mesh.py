@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from lockstep.cluster.devices import available_devices, device_kinds
 from lockstep.cluster.roles import AXES, Role, Shape, assign
 from lockstep.cluster.sharding import device_ranges, unsharded
-from lockstep.config import ClusterConfig
+from lockstep.config import ROLES, ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.models.spec import Leaf
 
@@ -52,7 +52,7 @@ class Dial:
     def from_config(cls, cluster: ClusterConfig) -> Dial:
         """From the `[cluster]` section of a recipe, on simulated devices if it asks for them."""
         shapes: dict[str, Shape | str] = {}
-        for name in ("actor", "rollout", "reference"):
+        for name in ROLES:
             value = getattr(cluster, name)
             shapes[name] = value if isinstance(value, str) else value.axes
         return cls.build(shapes, available_devices(cluster.cpu_devices))

@@ -167,6 +167,12 @@ class WeightSync:
         self._check_repeat(policy)
         clock.append(time.perf_counter())
         receipt = self._receipt(policy, source, staged, moves, digests, clock)
+        if receipt.bytes_moved != receipt.bytes_planned:
+            raise SyncError(
+                f"sync: {receipt.bytes_moved} bytes were written where {receipt.bytes_planned} were planned "
+                f"({len(source)} leaves, {receipt.source_layout} to {receipt.destination_layout}): the transport "
+                f"copies or reuses buffers that it should not"
+            )
         self._published, self._syncs = policy, receipt.syncs
         return {path: staged[path] for path in self._leaves}, receipt
 
