@@ -89,7 +89,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="a known name (`lockstep models`) or a folder")
     parser.add_argument("--peer", choices=tuple(PEERS), default="tuned", help="TRL at its fastest, or as it comes")
     parser.add_argument("--peer-python", type=Path, help="an interpreter that has TRL, instead of .venvs/trl")
-    parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "benchmarks", help="model, prompts, runs, logs")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / ".cache" / "benchmarks",
+        help="model files, and loop-runs/ with the last runs",
+    )
     parser.add_argument("--out", type=Path, help="the JSON result")
     args = parser.parse_args(argv)
     for name, short, long in (("steps", 6, 15), ("rounds", 2, 1), ("seeds", 1, 3)):
@@ -126,8 +131,13 @@ def model_folder(name: str, work: Path) -> Path:
     folder = work / "models" / name
     if not folder.is_dir():
         from lockstep.models import load_model
+        from lockstep.models.hf import save_folder
 
-        load_model(name, "float32").save(folder)
+        model, partial = load_model(name, "float32"), folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
+        save_folder(partial, model.spec, model.params, token_ids={"eos_token_id": sorted(model.tokenizer.eos_ids)})
+        model.tokenizer.save(partial)
+        partial.rename(folder)
     return folder
 
 
@@ -246,7 +256,7 @@ def run_all(args: argparse.Namespace) -> list[Run]:
     """Every run, alternating: lockstep, TRL, lockstep, TRL, ..."""
     python = args.peer_python or peer_python(ROOT / ".venvs" / "trl")
     model = model_folder(args.model, args.work)
-    scratch = args.work / "runs"
+    scratch = args.work / "loop-runs"
     shutil.rmtree(scratch, ignore_errors=True)
     runs: list[Run] = []
     for round_ in range(args.rounds):
