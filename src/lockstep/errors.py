@@ -1,7 +1,7 @@
 """Every error that lockstep raises on purpose, as one tree.
 
     LockstepError
-      ConfigError         a recipe, an override or a command-line value is wrong; nothing has run yet (also a ValueError)
+      ConfigError         a recipe, an override or a command-line value is wrong (also a ValueError)
       ModelError          a model folder, a weight file or a configuration cannot be used (also a ValueError)
       TokenizerError      a tokenizer or a chat template is missing, unsupported or inconsistent (also a ValueError)
       DataError           a data set, a prompt or a task cannot be used (also a ValueError)

@@ -16,8 +16,10 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 class Tokens(NamedTuple):
-    """Completion tokens of one micro-batch, each field [M]. mask: True for a real token. old_logp: the record.
-    ref_logp: the reference's, or zeros where no term uses it. advantage: the sample's. sequence: the sample's number."""
+    """Completion tokens of one micro-batch, each field [M].
+
+    mask: True for a real token. old_logp: the record. ref_logp: the reference's, or zeros where no term uses it.
+    advantage: the sample's. sequence: the sample's number."""
 
     mask: Any
     old_logp: Any

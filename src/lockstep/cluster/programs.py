@@ -206,7 +206,9 @@ class Programs:
     def _head_vjp_program(
         self, frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any
     ) -> Any:
-        def body(frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any) -> Any:
+        def body(
+            frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any
+        ) -> Any:
             tile = min(at.shape[0], BACKWARD_ATTENTION_ROWS)
             num = replace(self._backward_num, tile_rows=tile)
             fixed = self._gathered(frozen)

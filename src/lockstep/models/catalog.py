@@ -207,14 +207,33 @@ def load_model(
     name = os.fspath(name_or_path)
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype must be 'float32' or 'bfloat16', found {dtype!r}")
-    if name in KNOWN_MODELS:
-        known = KNOWN_MODELS[name]
-        return _load_gguf(_verified(known, say), dtype, date, f"{name} ({known.package} {known.version})")
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name not in KNOWN_MODELS and path.is_dir():
         return _load_folder(path, dtype, date)
+    known = KNOWN_MODELS.get(name)
+    source = f"{name} ({known.package} {known.version})" if known else name
+    return _load_gguf(_gguf_file(name, path, say), dtype, date, source)
+
+
+def load_spec(name_or_path: str | os.PathLike[str], *, say: Say | None = None) -> ModelSpec:
+    """A model's numbers without its weights: of a folder only `config.json` is read. Raises as `load_model` does."""
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    if name not in KNOWN_MODELS and path.is_dir():
+        from lockstep.models.hf import load_spec as spec_of_folder
+
+        return spec_of_folder(path)
+    from lockstep.models.gguf import read_gguf, spec_from_gguf
+
+    return spec_from_gguf(read_gguf(_gguf_file(name, path, say)))
+
+
+def _gguf_file(name: str, path: Path, say: Say | None) -> Path:
+    """The .gguf file that a known name or a path means. Raises ModelError when it is neither."""
+    if name in KNOWN_MODELS:
+        return _verified(KNOWN_MODELS[name], say)
     if path.is_file() and path.suffix == ".gguf":
-        return _load_gguf(path, dtype, date, str(path))
+        return path
     if path.exists():
         raise ModelError(f"{path} is neither a folder in Hugging Face layout nor a .gguf file")
     raise ModelError(

@@ -126,9 +126,7 @@ def layer(
     pool = (pool[0].at[rows.write].set(k), pool[1].at[rows.write].set(v))
 
     def attention(shared: tuple[Pool, jax.Array], *r: jax.Array) -> jax.Array:
-        return attend(
-            shared[0], *r, shared[1], page_size=num.page_size, scale=spec.query_scale, cap=spec.attn_softcap
-        )
+        return attend(shared[0], *r, shared[1], page_size=num.page_size, scale=spec.query_scale, cap=spec.attn_softcap)
 
     tile = num.tile_rows if attention_tile is None else attention_tile
     if attention_tile is not None:
@@ -228,7 +226,9 @@ def reference_logits(spec: ModelSpec, params: Weights, tokens: Any, lora_scale: 
     groups = spec.num_heads // spec.num_kv_heads
     for i, const in enumerate(LayerConstants.of(spec)):
         w = cast({k: jnp.asarray(v) for k, v in layer_weights(params, i).items()}, dtype)
-        q, k, v = (y.reshape(b, s, -1, spec.head_dim) for y in _qkv(spec, num, (w, jnp.asarray(const.inv_freq)), x, pos))
+        q, k, v = (
+            y.reshape(b, s, -1, spec.head_dim) for y in _qkv(spec, num, (w, jnp.asarray(const.inv_freq)), x, pos)
+        )
         k, v = (jnp.repeat(y, groups, 2) for y in (k, v))
         z = softcap(jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32) * spec.query_scale,
                     spec.attn_softcap)  # fmt: skip

@@ -45,7 +45,10 @@ def generate(
     tokenizer, spec = loaded.tokenizer, loaded.spec
     made = []
     for number, text in enumerate(prompts):
-        ids = tokenizer.apply_template([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+        if chat:
+            ids = tokenizer.apply_template([{"role": "user", "content": text}])
+        else:
+            ids = ([tokenizer.bos_id] if tokenizer.adds_bos else []) + tokenizer.encode(text)
         made.append(Prompt(f"prompt/{number}", text, tuple(ids)))
     longest = max(len(p.ids) for p in made) + max_new_tokens
     if longest > spec.max_position:

@@ -198,9 +198,7 @@ def build(config: Config) -> Cluster:
 
 
 def _geometry(config: Config, programs: Programs) -> Geometry:
-    return Geometry(
-        programs.num_devices, config.train.micro_batch_rows, programs.num.tile_rows, programs.num.page_size
-    )
+    return Geometry(programs.num_devices, config.train.micro_batch_rows, programs.num.tile_rows, programs.num.page_size)
 
 
 def _reference(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 
 import jax
@@ -31,10 +33,16 @@ def export_run(run_dir: Path, to: Path) -> None:
     table = adapter_table(model.spec, lora) if lora else leaf_table(model.spec)
     like = {path: jax.ShapeDtypeStruct(leaf.shape, TRAINABLE_DTYPE) for path, leaf in table.items()}
     optimizer = make_optimizer(config.optim, make_schedule(config.optim, config.run.steps))
-    arrays, _ = checkpoint.restore(run_dir, step, {"trainable": like, "optimizer": jax.eval_shape(optimizer.init, like)})
+    arrays, _ = checkpoint.restore(
+        run_dir, step, {"trainable": like, "optimizer": jax.eval_shape(optimizer.init, like)}
+    )
     trained = arrays["trainable"]
     if lora:
         params = merge(model.params, trained, lora.scale)
     else:
         params = {path: np.asarray(trained[path]).astype(model.params[path].dtype) for path in table}
-    model.save(to, params)
+    with tempfile.TemporaryDirectory() as scratch:
+        # Special token ids go where `save_folder` looks for them, beside the tokenizer's own files.
+        model.tokenizer.save(scratch)
+        Path(scratch, "config.json").write_text(json.dumps({"eos_token_id": sorted(model.tokenizer.eos_ids)}))
+        save_folder(to, model.spec, params, tokenizer_files_from=scratch)

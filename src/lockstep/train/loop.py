@@ -23,6 +23,7 @@ from lockstep import checkpoint, metrics, store
 from lockstep.algorithms.losses import kl_estimate
 from lockstep.cluster.programs import SplitWeights
 from lockstep.config import Config
+from lockstep.environment import write_environment
 from lockstep.envs.base import Score
 from lockstep.envs.rewards import make_reward
 from lockstep.envs.tasks import make_task
@@ -35,7 +36,7 @@ from lockstep.sync.sync import Counters, SyncReceipt
 from lockstep.train.assembly import Cluster, build
 from lockstep.train.batching import make_micro_batches
 from lockstep.train.forward import score as score_tokens
-from lockstep.train.rundir import claim_run_dir, resume_point, save_checkpoint, write_dial
+from lockstep.train.rundir import claim_run_dir, keep_compiled_programs, resume_point, save_checkpoint, write_dial
 from lockstep.train.trainer import StepResult
 from lockstep.types import Prompt, Trajectory
 
@@ -48,6 +49,7 @@ def run(config: Config, *, resume: Path | None = None, console: Console | None =
     resume: a run directory to continue from its newest checkpoint, bit for bit. console: where progress is shown.
     Raises a LockstepError for anything the user can mend; what was written until then stays readable and resumable.
     """
+    keep_compiled_programs()
     point = resume_point(resume, config) if resume is not None else None
     run_dir = resume if resume is not None else claim_run_dir(config)
     with Progress(config, run_dir, console, history=point.history if point else ()) as progress:
@@ -103,6 +105,8 @@ class Loop:
         self._metrics = metrics.StepLog(run_dir / "metrics.jsonl")
         self._receipts = metrics.StepLog(run_dir / "receipts.jsonl", once_per_step=False)
         write_dial(run_dir, self.cluster)
+        write_environment(run_dir)
+        progress.event(self.task.describe())
 
     def start(self, checkpoint_step: int | None) -> None:
         """Publish the weights to begin with: fresh ones as version 0, or a checkpoint's under the version it had."""
@@ -170,7 +174,7 @@ class Loop:
         if len(failed) == len(scores):
             raise RewardError(f"every one of the {len(scores)} samples failed to score; the first: {failed[0]}")
         if failed:
-            self.progress.event(f"{len(failed)} of {len(scores)} samples dropped: {failed[0]}")
+            self.progress.event(f"{len(failed)} of {len(scores)} samples dropped: {failed[0]}", warning=True)
         return [
             replace(t, text=text, reward=s.value, rewards=s.parts, failed=s.failed)
             for t, text, s in zip(trajectories, texts, scores, strict=True)
@@ -236,9 +240,7 @@ class Loop:
             {**trainer.params, **self.snapshot.restore({p: a.sharding for p, a in trainer.trainable.items()})},
             self.cluster.spec.num_layers,
         )
-        micro = make_micro_batches(
-            batch, np.zeros(len(batch)), self.config.rollout.temperature, self.cluster.geometry
-        )
+        micro = make_micro_batches(batch, np.zeros(len(batch)), self.config.rollout.temperature, self.cluster.geometry)
         found: list[np.ndarray | None] = [None] * len(batch)
         for mb, flat in zip(micro, score_tokens(trainer.programs, weights, micro), strict=True):
             mb.scatter(flat, found)

@@ -62,9 +62,7 @@ def _bytes(
     if not dial.colocated("actor", "rollout"):
         sizes["rollout"]["parameters"] = parameters("rollout")
     if not dial.colocated("actor", "reference"):
-        sizes["reference"] = {
-            "parameters": bytes_per_device(leaf_table(spec), dial.role("reference").axes, compute)
-        }
+        sizes["reference"] = {"parameters": bytes_per_device(leaf_table(spec), dial.role("reference").axes, compute)}
     return {role: sizes[role] for role in ROLES if role in sizes}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import jax
 
 from lockstep import checkpoint, metrics, store
-from lockstep.cluster.devices import device_kinds
+from lockstep.cluster.devices import enable_compilation_cache
 from lockstep.config import Config
 from lockstep.errors import CheckpointError
 from lockstep.files import write_atomic
+from lockstep.models.catalog import cache_dir
 from lockstep.rollout.engine import json_digest
 from lockstep.sync.sync import Counters
 from lockstep.train.assembly import Cluster
@@ -97,14 +99,19 @@ def resume_point(run_dir: Path, config: Config) -> ResumePoint:
 
 
 def write_dial(run_dir: Path, cluster: Cluster) -> None:
-    """`dial.json`: meshes, bytes per role and the environment, for the report."""
+    """`dial.json`: meshes, bytes per role, and the identity that trajectories carry, for the report."""
     content = cluster.dial.to_json(cluster.bytes_per_role) | {
         "environment": {
-            "jax": jax.__version__,
-            "device": device_kinds(cluster.dial.devices),
-            "numerics": cluster.config.numerics.mode,
             "model": cluster.source,
-            "fingerprint": vars(cluster.fingerprint),
+            "numerics": cluster.config.numerics.mode,
+            **{f"fingerprint of {name}": value for name, value in vars(cluster.fingerprint).items()},
         }
     }
     write_atomic(run_dir / "dial.json", json.dumps(content, indent=1).encode())
+
+
+def keep_compiled_programs() -> None:
+    """Compiled programs go to the cache folder, unless JAX_COMPILATION_CACHE_DIR says otherwise: the next run starts
+    without compiling."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        enable_compilation_cache(cache_dir() / "compiled")
