@@ -32,10 +32,10 @@ def tiled(block: Callable[..., Any], tile_rows: int, shared: Any, *rows: jax.Arr
         return block(shared, *rows)
     num_rows = rows[0].shape[0]
     assert num_rows % tile_rows == 0, (num_rows, tile_rows)
-    split = tuple(r.reshape((num_rows // tile_rows, tile_rows) + r.shape[1:]) for r in rows)
+    split = tuple(r.reshape((num_rows // tile_rows, tile_rows, *r.shape[1:])) for r in rows)
     # One code path for one tile or many: a loop body and straight-line code may be compiled differently.
     out = jax.lax.map(lambda tile: fence(block(shared, *fence(tile))), split)
-    return jax.tree.map(lambda y: y.reshape((num_rows,) + y.shape[2:]), out)
+    return jax.tree.map(lambda y: y.reshape((num_rows, *y.shape[2:])), out)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
@@ -65,7 +65,7 @@ LANES = 128  # vocabulary entries summed together first; also the second level o
 
 
 def log_normaliser(scaled_NV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of rows of logits: max [N, 1], log-sum-exp above the max [N, 1], and sums of exp(z - max) by chunk [N, ceil(V/128)].
+    """Of rows of logits: max [N, 1], log-sum-exp above it [N, 1], sums of exp(z - max) by chunk [N, ceil(V/128)].
 
     The chunk sums are what the sampler searches, so the probability it draws from and the log-probability it records
     come from the same numbers.

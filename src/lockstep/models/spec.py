@@ -20,7 +20,8 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding (Su et al. 2021, arXiv:2104.09864), halves convention (rotate [x1, x2] -> [x1 c - x2 s, x2 c + x1 s]).
+    """Rotary embedding (Su et al. 2021, arXiv:2104.09864), halves convention: [x1, x2] becomes
+    [x1 c - x2 s, x2 c + x1 s].
 
     theta: base. scaling: None, ("linear", factor), or ("llama3", factor, low_freq_factor, high_freq_factor,
     original_max_position).

@@ -134,7 +134,7 @@ class Engine:
         self, prompts: Iterable[Prompt], seeds: Mapping[str, Sequence[int]], params: SamplingParams
     ) -> list[Trajectory]:
         """Every prompt's samples, in the order of (prompt, index). seeds: by prompt id, one per sample."""
-        order = {}
+        order: dict[str, int] = {}
         for prompt in prompts:
             self.submit(prompt, seeds[prompt.id], params)
             order[prompt.id] = len(order)
@@ -192,11 +192,11 @@ class Engine:
                 at[j], index[j], temperature[j] = row, len(seq.tokens), request.params.temperature
                 s = request.seeds[seq.index]
                 seed[j] = (s & 0xFFFFFFFF, s >> 32)
-        tokens, logprobs = p.sample(weights, x, *p.put_rows((at, temperature, seed, index)))
-        tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
+        drawn = p.sample(weights, x, *p.put_rows((at, temperature, seed, index)))
+        tokens, logprobs = (np.asarray(a) for a in drawn)
         self.stats.completion_tokens += sum(len(w) for w in wanted)
         return [
-            [(seq, int(tokens[j]), logprobs[j]) for j, (_, seq) in enumerate(rows, d * m)]
+            [(seq, int(tokens[j]), float(logprobs[j])) for j, (_, seq) in enumerate(rows, d * m)]
             for d, rows in enumerate(wanted)
         ]
 

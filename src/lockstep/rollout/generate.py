@@ -37,9 +37,9 @@ def generate(
 ) -> list[Trajectory]:
     """`samples` completions of every prompt, in order, with text and recorded log-probabilities.
 
-    model: a known name or a folder. chat: each prompt is a user turn in the model's own template. stop: texts of exactly
-    one token each; the model's end-of-sequence ids always stop. numerics_mode: `exact` or `fast`. Raises a LockstepError
-    for a model, prompt or stop text that cannot be used.
+    model: a known name or a folder. chat: each prompt is a user turn in the model's own template. stop: texts of
+    exactly one token each; the model's end-of-sequence ids always stop. numerics_mode: `exact` or `fast`. Raises a
+    LockstepError for a model, prompt or stop text that cannot be used.
     """
     loaded = load_model(model, dtype)
     tokenizer, spec = loaded.tokenizer, loaded.spec
@@ -48,7 +48,10 @@ def generate(
         if chat:
             ids = tokenizer.apply_template([{"role": "user", "content": text}])
         else:
-            ids = ([tokenizer.bos_id] if tokenizer.adds_bos else []) + tokenizer.encode(text)
+            ids = tokenizer.encode(text)
+            if tokenizer.adds_bos:
+                assert tokenizer.bos_id is not None
+                ids.insert(0, tokenizer.bos_id)
         made.append(Prompt(f"prompt/{number}", text, tuple(ids)))
     longest = max(len(p.ids) for p in made) + max_new_tokens
     if longest > spec.max_position:

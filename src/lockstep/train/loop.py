@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -291,7 +292,10 @@ class Loop:
             for t, a, lp in zip(batch, advantages, result.logprobs, strict=True)
         }
         rows = [trained.get((t.group_id, t.index), (t, None, None)) for t in everything]
-        extra = {"advantage": [a for _, a, _ in rows], "trainer_logprobs": [lp for _, _, lp in rows]}
+        extra: dict[str, list[Any]] = {
+            "advantage": [a for _, a, _ in rows],
+            "trainer_logprobs": [lp for _, _, lp in rows],
+        }
         store.write_step(self.run_dir / "trajectories", number, [t for t, _, _ in rows], extra, prompts=prompts)
 
     def _log_receipt(self, receipt: SyncReceipt) -> None:
@@ -301,8 +305,8 @@ class Loop:
 def mean_kl(name: Any, logprobs: Sequence[np.ndarray | None], batch: Sequence[Trajectory]) -> float:
     """Token mean of the KL estimate over the batch, from the trainer's and the reference's log-probabilities."""
     pairs = [(lp, t.reference_logprobs) for lp, t in zip(logprobs, batch, strict=True) if lp is not None]
-    policy = np.concatenate([a for a, _ in pairs])
-    reference = np.concatenate([b for _, b in pairs if b is not None])
+    policy = jnp.asarray(np.concatenate([a for a, _ in pairs]))
+    reference = jnp.asarray(np.concatenate([b for _, b in pairs if b is not None]))
     return float(np.asarray(kl_estimate(name, policy, reference), np.float64).mean())
 
 

@@ -40,7 +40,7 @@ def mismatch(recorded: np.ndarray, recomputed: np.ndarray) -> dict[str, float]:
     """How far the sampler's record is from the trainer's log-probabilities, d = recomputed - recorded over all tokens.
 
     max_abs: max |d| (nats); k1 = mean(-d) and k3 = mean(exp(d) - 1 - d), both estimates of KL(sampler || trainer);
-    ess: effective sample size of the weights exp(d), as a fraction: (sum w)^2 / (n sum w^2). Equal bits give 0, 0, 0, 1.
+    ess: effective sample size of the weights exp(d) as a fraction, (sum w)^2 / (n sum w^2). Equal bits: 0, 0, 0, 1.
     """
     d = recomputed.astype(np.float64) - recorded.astype(np.float64)
     w = np.exp(d)
@@ -144,7 +144,7 @@ class Trainer:
         self.trainable, self.optimizer_state, norm = self._update(grads, self.optimizer_state, self.trainable)
         used = [i for i, lp in enumerate(logprobs) if lp is not None]
         recorded = np.concatenate([trajectories[i].logprobs for i in used])
-        recomputed = np.concatenate([logprobs[i] for i in used])  # type: ignore[misc]
+        recomputed = np.concatenate([logprobs[i] for i in used])
         sums |= mismatch(recorded, recomputed)
         sums |= {"grad_norm": float(norm), "lr": float(self._schedule(update_number)), "tokens/trained": len(recorded)}
         return StepResult(sums, logprobs)
