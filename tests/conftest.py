@@ -1,10 +1,17 @@
 """The suite runs on eight simulated CPU devices; JAX_COMPILATION_CACHE_DIR keeps compiled programs between runs."""
 
+import json
 import os
+from pathlib import Path
 
+import pytest
+import tokenizers
 from hypothesis import settings
 
 from lockstep.cluster.devices import enable_compilation_cache, simulate_cpu_devices
+from lockstep.models.hf import save_folder
+from lockstep.models.init import init_params
+from lockstep.models.spec import LayerKind, ModelSpec, Rope
 
 simulate_cpu_devices(8)
 if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -13,3 +20,37 @@ if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
 # An example that compiles takes longer than hypothesis allows by default; the suite bounds the number of examples.
 settings.register_profile("lockstep", deadline=None, print_blob=True)
 settings.load_profile("lockstep")
+
+TINY_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_spec() -> ModelSpec:
+    """A Llama of three layers that compiles in a moment: 262 tokens, width 32, 4 query heads on 2 key heads."""
+    layers = (LayerKind(Rope(10000.0)),) * 3
+    return ModelSpec("llama", 262, 32, 4, 2, 8, 48, layers, 1e-5, 8**-0.5, 512, tied_head=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_spec` with random weights as a Hugging Face folder, with a byte tokenizer, two EOS ids and a template."""
+    parent = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
+    files = parent / "tokenizer"
+    files.mkdir()
+    backend.save(str(files / "tokenizer.json"))
+    eos = [backend.token_to_id("<|endoftext|>"), backend.token_to_id("<|im_end|>")]
+    config = {"eos_token": "<|im_end|>", "chat_template": TINY_TEMPLATE}
+    (files / "tokenizer_config.json").write_text(json.dumps(config))
+    (files / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    (files / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    save_folder(parent / "model", tiny_spec, init_params(tiny_spec, 7), tokenizer_files_from=files)
+    return parent / "model"

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 NO_WINDOW = 1 << 30
+State = tuple[jax.Array, jax.Array, jax.Array]
 _LOW = -1e30  # a finite stand-in for -inf: exp(_LOW - anything finite) is exactly 0 and never NaN
 
 
@@ -38,7 +39,7 @@ def attend(
     num_kv = keys.shape[1]
     qg = q.reshape(n, num_kv, num_heads // num_kv, head_dim)
 
-    def page(carry: tuple[jax.Array, ...], start: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def page(carry: State, start: jax.Array) -> tuple[State, None]:
         peak, total, acc = carry
         rows = jax.lax.dynamic_slice_in_dim(read, start, page_size, 1)
         k, v = keys[rows], values[rows]

@@ -61,7 +61,7 @@ class LayerConstants:
     @staticmethod
     def of(spec: ModelSpec) -> list[LayerConstants]:
         return [
-            LayerConstants(k.rope.inv_freq(spec.head_dim), np.int32(NO_WINDOW if k.window is None else k.window))
+            LayerConstants(k.rope.inv_freq(spec.head_dim), np.array(k.window or NO_WINDOW, np.int32))
             for k in spec.layers
         ]
 
@@ -126,7 +126,9 @@ def layer(
     pool = (pool[0].at[rows.write].set(k), pool[1].at[rows.write].set(v))
 
     def attention(shared: tuple[Pool, jax.Array], *r: jax.Array) -> jax.Array:
-        return attend(shared[0], *r, shared[1], page_size=num.page_size, scale=spec.query_scale, cap=spec.attn_softcap)
+        q, read, length = r
+        cap = spec.attn_softcap
+        return attend(shared[0], q, read, length, shared[1], page_size=num.page_size, scale=spec.query_scale, cap=cap)
 
     tile = num.tile_rows if attention_tile is None else attention_tile
     if attention_tile is not None:
