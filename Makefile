@@ -8,6 +8,7 @@ PYTHON ?=
 CANDIDATES = $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14 python)
 VENV := .venv
 BIN := $(VENV)/bin
+CODE := src tests benchmarks recipes
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # Compiled programs are kept between runs, so only the first one waits for the compiler.
@@ -35,18 +36,18 @@ test-slow: $(VENV)/.installed-test
 	$(BIN)/pytest -m slow
 
 lint: check-format
-	$(BIN)/ruff check
+	$(BIN)/ruff check $(CODE)
 
 check-format: $(VENV)/.installed-test
-	$(BIN)/ruff format --check
+	$(BIN)/ruff format --check $(CODE)
 
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 # make format    lay the code out as `make test` wants it
 format: $(VENV)/.installed-test
-	$(BIN)/ruff check --fix
-	$(BIN)/ruff format
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
 
 # make clean    remove what can be made again (runs are kept)
 clean:
