@@ -25,19 +25,24 @@ def group_z_scores(rewards: Sequence[float], group_ids: Sequence[str], std_epsil
     Where all rewards of a group are equal, and in a group of one, the advantage is exactly 0.
     Raises ValueError for a reward that is not finite: failed samples are dropped before this point, not averaged in.
     """
-    values, ids = np.asarray(rewards, np.float64), np.asarray(group_ids, object)
-    if values.shape != ids.shape:
-        raise ValueError(f"expected one reward per group id, got {values.shape} rewards and {ids.shape} ids")
+    values = np.asarray(rewards, np.float64)
+    if values.shape != (len(group_ids),):
+        raise ValueError(f"expected one reward per group id, got {values.shape} rewards and {len(group_ids)} ids")
     if not np.isfinite(values).all():
         bad = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"reward of sample {bad} (group {ids[bad]!r}) is {values[bad]}; drop failed samples first")
+        raise ValueError(
+            f"reward of sample {bad} (group {group_ids[bad]!r}) is {values[bad]}; drop failed samples first"
+        )
+    groups: dict[str, list[int]] = {}
+    for i, group in enumerate(group_ids):
+        groups.setdefault(group, []).append(i)
     out = np.zeros_like(values)
-    flat, groups = 0, list(dict.fromkeys(ids.tolist()))
-    for group in groups:
-        member = ids == group
-        r = values[member]
+    flat = 0
+    for members in groups.values():
+        r = values[members]
+        # Compared, not subtracted: the mean of three rewards of 0.1 is not 0.1.
         if r.min() == r.max():
             flat += 1
         else:
-            out[member] = (r - r.mean()) / (r.std(ddof=1) + std_epsilon)
+            out[members] = (r - r.mean()) / (r.std(ddof=1) + std_epsilon)
     return GroupAdvantages(out, flat, len(groups))

@@ -27,7 +27,7 @@ from lockstep.models import decoder
 from lockstep.models.decoder import LayerConstants, Numerics, Pool, Rows, Weights
 from lockstep.models.spec import Leaf, ModelSpec
 
-BACKWARD_ATTENTION_ROWS = 128  # bounds the backward pass's attention memory; no bits depend on it that anyone compares
+BACKWARD_ROWS = 128  # bounds the memory of attention and head in the backward pass, whose bits nobody compares
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Programs:
             def forward(t: Weights, y: jax.Array) -> jax.Array:
                 return decoder.layer(
                     self.spec, self._backward_num, {**fixed, **t}, y, rows, (empty, empty), inv_freq, window,
-                    attention_tile=min(n, BACKWARD_ATTENTION_ROWS),
+                    attention_tile=backward_tile(n),
                 )[0]  # fmt: skip
 
             return self._vjp_body(forward, trainable, x, dx)
@@ -209,8 +209,7 @@ class Programs:
         def body(
             frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any
         ) -> Any:
-            tile = min(at.shape[0], BACKWARD_ATTENTION_ROWS)
-            num = replace(self._backward_num, tile_rows=tile)
+            num = replace(self._backward_num, tile_rows=backward_tile(at.shape[0]))
             fixed = self._gathered(frozen)
 
             def forward(t: Weights, y: jax.Array) -> jax.Array:
@@ -246,6 +245,14 @@ def padded_rows(count: int, tile_rows: int) -> int:
     while size < count:
         size *= 2
     return size
+
+
+def backward_tile(rows: int) -> int:
+    """Rows that the backward pass takes at a time: `rows`, a result of `padded_rows`, halved until it is at most
+    BACKWARD_ROWS or odd. A tile has to divide its rows, and `numerics.tile_rows` need not be a power of two."""
+    while rows > BACKWARD_ROWS and rows % 2 == 0:
+        rows //= 2
+    return rows
 
 
 def padded_pages(positions: int, page_size: int) -> int:

@@ -21,7 +21,8 @@ from lockstep.types import Trajectory
 
 @dataclass(frozen=True)
 class Geometry:
-    """How rows are laid out: devices of the mesh, rows per device and micro-batch at most, tile and page."""
+    """How rows are laid out: devices of the mesh; rows, and completion tokens, per device and micro-batch at most
+    (before padding); tile and page."""
 
     num_devices: int
     max_rows: int
@@ -51,11 +52,20 @@ class MicroBatch:
 
 @dataclass
 class _Piece:
-    """Samples of one group that are laid out together."""
+    """Samples of one group that are laid out together. tokens: of their completions."""
 
     prompt: np.ndarray
     samples: list[int]
-    rows: int
+    tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.prompt) + self.tokens - len(self.samples)
+
+    @property
+    def size(self) -> int:
+        """What it takes of a micro-batch: rows, or tokens to predict where those are more (many short completions)."""
+        return max(self.rows, self.tokens)
 
 
 def _pieces(trajectories: Sequence[Trajectory], max_rows: int) -> list[_Piece]:
@@ -64,38 +74,39 @@ def _pieces(trajectories: Sequence[Trajectory], max_rows: int) -> list[_Piece]:
         if len(t.completion_ids):
             groups.setdefault(t.group_id, []).append(i)
     pieces = []
-    for members in groups.values():
+    for group, members in groups.items():
         prompt = trajectories[members[0]].prompt_ids
+        assert len(prompt), f"group {group!r} has an empty prompt: nothing predicts the first token"
         piece: _Piece | None = None
         for i in members:
-            assert np.array_equal(trajectories[i].prompt_ids, prompt), "one group, two prompts"
-            own = len(trajectories[i].completion_ids) - 1
-            if len(prompt) + own > max_rows:
+            assert np.array_equal(trajectories[i].prompt_ids, prompt), f"group {group!r} has two prompts"
+            count = len(trajectories[i].completion_ids)
+            if len(prompt) + count - 1 > max_rows:
                 raise ConfigError(
-                    f"prompt {trajectories[i].group_id!r}: a sequence of {len(prompt) + own} rows does not fit in "
+                    f"prompt {group!r}: a sequence of {len(prompt) + count - 1} rows does not fit in "
                     f"train.micro_batch_rows = {max_rows}; raise it to at least the longest prompt plus completion"
                 )
-            if piece is None or piece.rows + own > max_rows:
-                piece = _Piece(prompt, [], len(prompt))
+            if piece is None or max(piece.rows + count - 1, piece.tokens + count) > max_rows:
+                piece = _Piece(prompt, [])
                 pieces.append(piece)
             piece.samples.append(i)
-            piece.rows += own
+            piece.tokens += count
     return pieces
 
 
 def _bins(pieces: list[_Piece], geometry: Geometry) -> list[list[_Piece]]:
     """Pieces into equally filled bins, a multiple of num_devices of them (longest first, onto the emptiest bin)."""
-    total = sum(p.rows for p in pieces)
+    total = sum(p.size for p in pieces)
     per_pass = geometry.max_rows * geometry.num_devices
     count = geometry.num_devices * max(1, -(-total // per_pass))
-    order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].rows, i))
+    order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size, i))
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
         fill = [0] * count
         for i in order:
             b = fill.index(min(fill))
             bins[b].append(i)
-            fill[b] += pieces[i].rows
+            fill[b] += pieces[i].size
         if max(fill) <= geometry.max_rows:
             return [[pieces[i] for i in sorted(b)] for b in bins]
         count += geometry.num_devices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,25 +29,35 @@ class DeviceBatch:
         return DeviceBatch(*programs.put_rows((batch.rows, batch.at, batch.target, batch.temperature)))
 
 
-def hidden_states(
+def layer_states(
     programs: Programs, weights: SplitWeights, rows: Rows, first: int, last: int, x: jax.Array | None = None
-) -> list[jax.Array]:
-    """Inputs of layers first..last-1 and the output of layer last-1: last - first + 1 arrays [devices * N, D].
+) -> Iterator[jax.Array]:
+    """Input of layer `first`, then the output of each of layers first..last-1: last - first + 1 arrays
+    [devices * N, D], one at a time, so that nothing is kept that the caller does not keep.
 
     x: input of layer `first`; None starts from the embedding (then first is 0).
     """
     if x is None:
         assert first == 0
         x = programs.embed(weights, rows.tokens)
-    states = [x]
+    yield x
     if last > first:
         rows_per_device = rows.tokens.shape[0] // programs.num_devices
         # One scratch pool serves all layers: each layer writes every real row before anything reads it.
         pool = _scratch_pool(programs, rows_per_device + 1)
         for i in range(first, last):
             x, pool = programs.layer(weights, i, x, rows, pool)
-            states.append(x)
-    return states
+            yield x
+
+
+def last_state(
+    programs: Programs, weights: SplitWeights, rows: Rows, first: int, last: int, x: jax.Array | None = None
+) -> jax.Array:
+    """Output of layer last-1 (the input of layer `first` where no layer lies between); arguments as `layer_states`."""
+    for state in layer_states(programs, weights, rows, first, last, x):
+        x = state
+    assert x is not None
+    return x
 
 
 def _scratch_pool(programs: Programs, rows: int) -> Any:
@@ -71,7 +81,7 @@ def score(
     for i, batch in enumerate(batches):
         device = DeviceBatch.put(programs, batch)
         x = trunks[i] if trunks is not None else None
-        x = hidden_states(programs, weights, device.rows, first, programs.spec.num_layers, x)[-1]
+        x = last_state(programs, weights, device.rows, first, programs.spec.num_layers, x)
         out.append(np.asarray(programs.logprobs(weights, x, device.at, device.target, device.temperature)))
     return out
 
@@ -85,7 +95,7 @@ def backward(
     dlogp: jax.Array,
     first: int,
 ) -> dict[str, jax.Array]:
-    """Gradients of every trainable leaf, summed over the mesh. states: as `hidden_states(first, L)` returned them."""
+    """Gradients of every trainable leaf, summed over the mesh. states: all that `layer_states(first, L)` yields."""
     x = states[-1]
     dx, grads = programs.head_vjp(weights, trainable, x, device.at, device.target, device.temperature, dlogp)
     for i in range(programs.spec.num_layers - 1, first - 1, -1):

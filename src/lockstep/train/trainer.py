@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lockstep.algorithms.grpo import GRPO
 from lockstep.algorithms.losses import Tokens, Totals
 from lockstep.cluster.programs import Programs, SplitWeights
-from lockstep.errors import MismatchError
+from lockstep.errors import LockstepError, MismatchError
 from lockstep.train.batching import MicroBatch
-from lockstep.train.forward import DeviceBatch, backward, hidden_states
+from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
 from lockstep.types import Trajectory
 
 
@@ -43,7 +44,7 @@ def mismatch(recorded: np.ndarray, recomputed: np.ndarray) -> dict[str, float]:
     ess: effective sample size of the weights exp(d) as a fraction, (sum w)^2 / (n sum w^2). Equal bits: 0, 0, 0, 1.
     """
     d = recomputed.astype(np.float64) - recorded.astype(np.float64)
-    w = np.exp(d)
+    w = np.exp(d - d.max())  # any common factor of the weights cancels
     return {
         "mismatch/max_abs": float(np.abs(d).max()),
         "mismatch/k1": float(-d.mean()),
@@ -89,13 +90,14 @@ class Trainer:
         self._loss = jax.jit(jax.value_and_grad(algorithm.loss, has_aux=True))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
 
+        self._norm = jax.jit(optax.global_norm)
+
         def update(grads: Any, state: Any, params: Any) -> Any:
-            norm = optax.global_norm(grads)
             updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, norm
+            return optax.apply_updates(params, updates), state
 
         # The parameters are not donated: the sampler may be serving these very buffers.
-        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=(placed, state_placed, everywhere))
+        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=(placed, state_placed))
 
     @property
     def params(self) -> dict[str, jax.Array]:
@@ -108,7 +110,7 @@ class Trainer:
             return None
         weights = SplitWeights.of(self._frozen, self.programs.spec.num_layers)
         put = [self.programs.put_rows(b.rows) for b in batches]
-        return [hidden_states(self.programs, weights, rows, 0, self.first_layer)[-1] for rows in put]
+        return [last_state(self.programs, weights, rows, 0, self.first_layer) for rows in put]
 
     def step(
         self,
@@ -117,37 +119,65 @@ class Trainer:
         update_number: int,
         trunks: Sequence[jax.Array] | None = None,
     ) -> StepResult:
-        """One optimizer update from all micro-batches. update_number: how many came before (for the learning rate)."""
+        """One optimizer update from all micro-batches, which hold every trajectory that has tokens.
+
+        update_number: how many came before (for the learning rate). trunks: what `trunks` returned for these batches;
+        without them the frozen layers are computed here. Raises, before any update, MismatchError where the record and
+        the trainer disagree in exact mode or are not finite, LockstepError where the gradient is not finite.
+        """
         weights = SplitWeights.of(self.params, self.programs.spec.num_layers)
         counted = [t for t in trajectories if len(t.completion_ids)]
         totals = Totals(np.float32(sum(len(t.completion_ids) for t in counted)), np.float32(len(counted)))
+        if self.algorithm.needs_reference:
+            assert all(t.reference_logprobs is not None for t in counted), "the loss needs reference log-probabilities"
         logprobs: list[np.ndarray | None] = [None] * len(trajectories)
         grads: dict[str, jax.Array] | None = None
         sums: dict[str, float] = {}
         for i, batch in enumerate(batches):
-            device = DeviceBatch.put(self.programs, batch)
             trunk = trunks[i] if trunks is not None else None
-            start = self.first_layer if trunk is not None else 0
-            states = hidden_states(
-                self.programs, weights, device.rows, start, self.programs.spec.num_layers, trunk
-            )[-(self.programs.spec.num_layers - self.first_layer + 1) :]  # fmt: skip
-            logp = self.programs.logprobs(weights, states[-1], device.at, device.target, device.temperature)
-            batch.scatter(np.asarray(logp), logprobs)
-            self._require_record(batch, trajectories, logprobs)
-            tokens = Tokens(*self.programs.put_rows(tuple(batch.tokens)))
-            (_, metrics), dlogp = self._loss(logp, tokens, totals)
-            more = backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer)
+            metrics, more = self._micro_step(weights, batch, trunk, totals, trajectories, logprobs)
             grads = more if grads is None else self._add(grads, more)
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         assert grads is not None, "a step needs at least one micro-batch"
-        self.trainable, self.optimizer_state, norm = self._update(grads, self.optimizer_state, self.trainable)
         used = [i for i, lp in enumerate(logprobs) if lp is not None]
+        assert len(used) == len(counted), "the micro-batches were made from other trajectories"
+        norm = float(self._norm(grads))
+        if not math.isfinite(norm):
+            raise LockstepError(
+                f"update {update_number}: the norm of the gradient is {norm}, while all log-probabilities are finite; "
+                f"a reference log-probability is not finite, or the backward pass overflowed in "
+                f"{self.programs.num.dtype}. No update was applied; resume from the newest checkpoint, with a lower "
+                f'optim.lr or model.dtype = "float32"'
+            )
+        self.trainable, self.optimizer_state = self._update(grads, self.optimizer_state, self.trainable)
         recorded = np.concatenate([trajectories[i].logprobs for i in used])
         recomputed = np.concatenate([logprobs[i] for i in used])
         sums |= mismatch(recorded, recomputed)
-        sums |= {"grad_norm": float(norm), "lr": float(self._schedule(update_number)), "tokens/trained": len(recorded)}
+        sums |= {"grad_norm": norm, "lr": float(self._schedule(update_number)), "tokens/trained": len(recorded)}
         return StepResult(sums, logprobs)
+
+    def _micro_step(
+        self,
+        weights: SplitWeights,
+        batch: MicroBatch,
+        trunk: jax.Array | None,
+        totals: Totals,
+        trajectories: Sequence[Trajectory],
+        logprobs: list[np.ndarray | None],
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """(metrics, gradients): this micro-batch's shares. Its samples' log-probabilities are put into `logprobs`."""
+        device = DeviceBatch.put(self.programs, batch)
+        if trunk is None and self.first_layer:
+            trunk = last_state(self.programs, weights, device.rows, 0, self.first_layer)
+        layers = self.first_layer, self.programs.spec.num_layers
+        states = list(layer_states(self.programs, weights, device.rows, *layers, trunk))
+        logp = self.programs.logprobs(weights, states[-1], device.at, device.target, device.temperature)
+        batch.scatter(np.asarray(logp), logprobs)
+        self._require_record(batch, trajectories, logprobs)
+        tokens = Tokens(*self.programs.put_rows(tuple(batch.tokens)))
+        (_, metrics), dlogp = self._loss(logp, tokens, totals)
+        return metrics, backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer)
 
     def _require_record(
         self, batch: MicroBatch, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray | None]
@@ -155,11 +185,15 @@ class Trainer:
         for i, _, _ in batch.spans:
             recorded, recomputed = trajectories[i].logprobs, logprobs[i]
             assert recomputed is not None
-            if not np.isfinite(recomputed).all():
-                raise MismatchError(
-                    f"the trainer's log-probabilities of sample {trajectories[i].index} of "
-                    f"{trajectories[i].group_id!r} are not finite; the weights or the record hold NaN or infinity"
-                )
+            for name, values in (("trainer's", recomputed), ("recorded", recorded)):
+                if not np.isfinite(values).all():
+                    at = int(np.flatnonzero(~np.isfinite(values))[0])
+                    raise MismatchError(
+                        f"the {name} log-probability of token {at} of sample {trajectories[i].index} of "
+                        f"{trajectories[i].group_id!r} is {values[at]}; the weights it was computed with hold NaN or "
+                        f"infinity, or overflowed. No update was applied; resume from the newest checkpoint, with a "
+                        f"lower optim.lr"
+                    )
             if self.exact and not np.array_equal(recorded.view(np.uint32), recomputed.view(np.uint32)):
                 at = int(np.flatnonzero(recorded.view(np.uint32) != recomputed.view(np.uint32))[0])
                 raise MismatchError(
