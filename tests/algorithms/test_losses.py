@@ -1,0 +1,155 @@
+"""The loss core: KL estimators by value and by the gradient that they really have, the clip in all its quadrants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.algorithms.losses import KLEstimator, clipped_surrogate, kl_estimate, masked
+
+ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
+LOW, HIGH = 0.2, 0.28
+
+# Two-token policies (logits) and references (log-probabilities).
+POLICIES = [np.array([0.3, -0.9]), np.array([-2.0, 1.5]), np.array([0.0, 0.0])]
+REFERENCES = [np.log([0.5, 0.5]), np.log([0.05, 0.95])]
+
+
+def log_softmax(theta: np.ndarray) -> np.ndarray:
+    return theta - np.log(np.exp(theta).sum())
+
+
+def forward_kl(theta: np.ndarray, ref: np.ndarray) -> float:
+    """KL(reference || policy)."""
+    return float((np.exp(ref) * (ref - log_softmax(theta))).sum())
+
+
+def reverse_kl(theta: np.ndarray, ref: np.ndarray) -> float:
+    """KL(policy || reference)."""
+    logp = log_softmax(theta)
+    return float((np.exp(logp) * (logp - ref)).sum())
+
+
+def numeric_gradient(f: Callable[[np.ndarray], float], theta: np.ndarray) -> np.ndarray:
+    """Central differences in float64."""
+    step = 1e-5
+    return np.array([(f(theta + step * e) - f(theta - step * e)) / (2 * step) for e in np.eye(len(theta))])
+
+
+def expected_gradient(name: KLEstimator, theta: np.ndarray, ref: np.ndarray) -> np.ndarray:
+    """sum_a p(a) d k(a) / d theta: what a batch of samples from the policy gives on average. p is not differentiated,
+    as samples are not."""
+
+    def expected(t: jax.Array) -> jax.Array:
+        logp = jax.nn.log_softmax(t)
+        return (jax.lax.stop_gradient(jnp.exp(logp)) * kl_estimate(name, logp, jnp.asarray(ref, jnp.float32))).sum()
+
+    return np.asarray(jax.grad(expected)(jnp.asarray(theta, jnp.float32)))
+
+
+@pytest.mark.parametrize("theta", POLICIES)
+@pytest.mark.parametrize("ref", REFERENCES)
+def test_each_estimators_expected_gradient(theta: np.ndarray, ref: np.ndarray) -> None:
+    claims = {
+        "k1": np.zeros(2),
+        "k2": numeric_gradient(lambda t: reverse_kl(t, ref), theta),
+        "k3": numeric_gradient(lambda t: forward_kl(t, ref), theta),
+    }
+    for name in ESTIMATORS:
+        np.testing.assert_allclose(expected_gradient(name, theta, ref), claims[name], atol=2e-6, err_msg=name)
+
+
+def test_the_two_kl_gradients_differ() -> None:
+    """So the table above tells k2 from k3."""
+    theta, ref = POLICIES[1], REFERENCES[0]
+    assert np.abs(expected_gradient("k2", theta, ref) - expected_gradient("k3", theta, ref)).max() > 0.05
+
+
+@pytest.mark.parametrize("theta", POLICIES)
+@pytest.mark.parametrize("ref", REFERENCES)
+def test_k1_and_k3_estimate_the_reverse_kl(theta: np.ndarray, ref: np.ndarray) -> None:
+    logp = log_softmax(theta)
+    for name in ("k1", "k3"):
+        values = np.asarray(kl_estimate(name, jnp.asarray(logp, jnp.float32), jnp.asarray(ref, jnp.float32)))
+        np.testing.assert_allclose((np.exp(logp) * values).sum(), reverse_kl(theta, ref), rtol=1e-5, atol=1e-7)
+
+
+@given(st.floats(-12, 0, width=32), st.floats(-12, 0, width=32))
+def test_identities_of_the_estimators(logp: float, ref: float) -> None:
+    k1, k2, k3 = (float(kl_estimate(name, jnp.float32(logp), jnp.float32(ref))) for name in ESTIMATORS)
+    d = float(np.float32(ref) - np.float32(logp))
+    assert k1 == -d
+    assert k2 == pytest.approx(d * d / 2, rel=1e-6, abs=1e-37)
+    assert k3 == pytest.approx(np.expm1(d) - d, rel=1e-5, abs=1e-7 * abs(d))
+    assert k2 >= 0 and k3 >= 0
+    if logp == ref:
+        assert (k1, k2, k3) == (0.0, 0.0, 0.0)
+
+
+def test_k3_is_never_negative_where_its_terms_cancel() -> None:
+    rng = np.random.default_rng(0)
+    d = (10.0 ** rng.uniform(-12, 1.5, 100_000) * rng.choice([-1, 1], 100_000)).astype(np.float32)
+    k3 = np.asarray(jax.jit(lambda x: kl_estimate("k3", jnp.zeros_like(x), x))(d))
+    assert (k3 >= 0).all() and np.isfinite(k3).all()
+
+
+# (advantage, ratio) -> (surrogate / advantage, gradient w.r.t. logp / advantage, clip active)
+QUADRANTS = {
+    "A > 0, above": (2.0, 1.5, 1 + HIGH, 0.0, True),
+    "A > 0, below": (2.0, 0.5, 0.5, 0.5, False),
+    "A < 0, above": (-2.0, 1.5, 1.5, 1.5, False),
+    "A < 0, below": (-2.0, 0.5, 1 - LOW, 0.0, True),
+    "A > 0, inside": (2.0, 1.1, 1.1, 1.1, False),
+    "A < 0, inside": (-2.0, 1.1, 1.1, 1.1, False),
+    "A > 0, between the bounds' sizes": (1.0, 1.25, 1.25, 1.25, False),
+    "A < 0, below the lower bound only": (-1.0, 0.75, 1 - LOW, 0.0, True),
+    "A > 0, on policy": (3.0, 1.0, 1.0, 1.0, False),
+    "A < 0, on policy": (-3.0, 1.0, 1.0, 1.0, False),
+    "A = 0": (0.0, 1.7, 0.0, 0.0, False),
+}
+
+
+@pytest.mark.parametrize("case", QUADRANTS)
+def test_clip_value_and_gradient(case: str) -> None:
+    advantage, ratio, value, slope, active = QUADRANTS[case]
+    old = jnp.float32(-2.0)
+    logp = old + jnp.float32(np.log(ratio))
+
+    def surrogate(x: jax.Array) -> jax.Array:
+        return clipped_surrogate(x, old, jnp.float32(advantage), LOW, HIGH)[0]
+
+    got, got_ratio, clipped = clipped_surrogate(logp, old, jnp.float32(advantage), LOW, HIGH)
+    assert float(got) == pytest.approx(value * advantage, rel=1e-6)
+    assert float(got_ratio) == pytest.approx(ratio, rel=1e-6)
+    assert bool(clipped) is active
+    gradient = float(jax.grad(surrogate)(logp))
+    assert gradient == pytest.approx(slope * advantage, rel=1e-6)
+    if active:
+        assert gradient == 0.0
+    if ratio == 1.0:
+        assert (float(got_ratio), float(got), gradient) == (1.0, advantage, advantage)
+    numeric = (float(surrogate(logp + 1e-2)) - float(surrogate(logp - 1e-2))) / 2e-2
+    assert numeric == pytest.approx(gradient, rel=1e-3, abs=1e-6)
+
+
+@given(st.floats(-3, 3, width=32), st.floats(-1.5, 1.5, width=32))
+def test_the_surrogate_never_promises_more_than_the_ratio_or_the_clip(advantage: float, log_ratio: float) -> None:
+    got = float(clipped_surrogate(jnp.float32(log_ratio), jnp.float32(0), jnp.float32(advantage), LOW, HIGH)[0])
+    free = np.exp(log_ratio) * advantage
+    held = np.clip(np.exp(log_ratio), 1 - LOW, 1 + HIGH) * advantage
+    assert got == pytest.approx(min(free, held), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e9])
+def test_masking_an_input_stops_its_gradient_too(garbage: float) -> None:
+    x = jnp.array([2.0, garbage, 3.0])
+    mask = jnp.array([True, False, True])
+    np.testing.assert_array_equal(masked(x, mask), [2.0, 0.0, 3.0])
+    gradient = jax.grad(lambda y: (jnp.exp(masked(y, mask)) ** 2).sum())(x)
+    assert gradient[1] == 0.0 and np.isfinite(gradient).all()
