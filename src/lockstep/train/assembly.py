@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -16,7 +17,10 @@ from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place, shardings
 from lockstep.config import Config, LoraConfig, OptimConfig
-from lockstep.errors import ConfigError
+from lockstep.envs.base import Task
+from lockstep.envs.rewards import Reward, make_reward
+from lockstep.envs.tasks import make_task
+from lockstep.errors import ConfigError, ModelError
 from lockstep.models import load_model
 from lockstep.models.catalog import LoadedModel
 from lockstep.models.decoder import Numerics
@@ -25,9 +29,9 @@ from lockstep.models.lora import LoraSpec, adapter_table
 from lockstep.models.spec import Leaf, ModelSpec, leaf_table
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.engine import Engine, make_fingerprint
-from lockstep.sync.select import trainable_leaves
+from lockstep.sync.select import listed, trainable_leaves
 from lockstep.sync.sync import WeightSync
-from lockstep.sync.verify import check_same, leaf_digests
+from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
 from lockstep.train.trainer import Trainer
 from lockstep.types import Fingerprint, SamplingParams
@@ -49,9 +53,11 @@ class Reference:
 @dataclass
 class Cluster:
     """Everything a step needs. installed: the rollout role's trainable leaves, as last published; rollout_frozen: its
-    other leaves."""
+    other leaves. model_digest: of the weights that the run started from, an adapter not included."""
 
     config: Config
+    task: Task
+    reward: Reward
     tokenizer: Tokenizer
     spec: ModelSpec
     dial: Dial
@@ -65,7 +71,7 @@ class Cluster:
     rollout_frozen: Mapping[str, jax.Array]
     installed: dict[str, jax.Array]
     source: str
-    bytes_per_role: dict[str, dict[str, int]] = field(default_factory=dict)
+    model_digest: str
 
 
 def lora_spec(config: LoraConfig | None, spec: ModelSpec) -> LoraSpec | None:
@@ -78,6 +84,26 @@ def lora_spec(config: LoraConfig | None, spec: ModelSpec) -> LoraSpec | None:
             f"{spec.num_layers}, or 0 for all"
         )
     return LoraSpec(config.rank, config.alpha, tuple(config.targets), config.last_layers)
+
+
+@dataclass(frozen=True)
+class LeafSplit:
+    """Every leaf of a run's policy. trains: held in float32. frozen: in the model's dtype; none without LoRA."""
+
+    lora: LoraSpec | None
+    trains: dict[str, Leaf]
+    frozen: dict[str, Leaf]
+
+    @property
+    def all(self) -> dict[str, Leaf]:
+        return {**self.frozen, **self.trains}
+
+
+def split_leaves(config: Config, spec: ModelSpec) -> LeafSplit:
+    """What trains under this recipe, and what does not. Raises ConfigError as `lora_spec` does."""
+    lora, table = lora_spec(config.lora, spec), leaf_table(spec)
+    trains = trainable_leaves(table, adapter_table(spec, lora) if lora else None)
+    return LeafSplit(lora, trains, table if lora else {})
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
@@ -117,59 +143,49 @@ def make_numerics(config: Config, lora: LoraSpec | None) -> Numerics:
     )
 
 
-def initial_trainable(
-    params: Mapping[str, np.ndarray], adapter: Mapping[str, Leaf] | None, seed: int
-) -> dict[str, np.ndarray]:
+def initial_trainable(params: Mapping[str, np.ndarray], leaves: LeafSplit, seed: int) -> dict[str, np.ndarray]:
     """A fresh adapter (B zero, so the policy starts as the base), or the model's own weights in the master dtype."""
-    if adapter is not None:
-        return {path: init_leaf(leaf, seed) for path, leaf in adapter.items()}
+    if leaves.lora is not None:
+        return {path: init_leaf(leaf, seed) for path, leaf in leaves.trains.items()}
     return {path: np.asarray(leaf, TRAINABLE_DTYPE) for path, leaf in params.items()}
 
 
-def build(config: Config) -> Cluster:
-    """Load the model and set up every role. Raises before any step if parts do not fit each other."""
-    model = load_model(config.model.name, config.model.dtype)
+def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
+    """Load reward, model and data, and set up every role. say: told what takes long.
+
+    Writes nothing. Raises a LockstepError if a part is missing or broken, or if parts do not fit each other.
+    """
+    reward = make_reward(config.reward)
     dial = Dial.from_config(config.cluster)
-    spec = model.spec
-    lora = lora_spec(config.lora, spec)
-    table = leaf_table(spec)
-    adapter = adapter_table(spec, lora) if lora else None
-    trains = trainable_leaves(table, adapter)
-    frozen_table = {} if adapter is None else table
-    num = make_numerics(config, lora)
+    model = load_model(config.model.name, config.model.dtype, say=say)
+    task = make_task(config.task, model.tokenizer, config.run.seed)
+    leaves = split_leaves(config, model.spec)
+    num = make_numerics(config, leaves.lora)
     sampling = SamplingParams(
         config.rollout.temperature, config.rollout.max_new_tokens, stop_ids(config, model.tokenizer)
     )
-    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > spec.max_position:
-        raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_new_tokens = {longest}, but {config.model.name} was made for "
-            f"{spec.max_position} positions; lower one of them"
-        )
+    longest = longest_sequence(config, model.spec)
 
-    actor_mesh, rollout_mesh = dial.mesh("actor"), dial.mesh("rollout")
-    actor = Programs(spec, num, actor_mesh, {**table, **(adapter or {})})
-    frozen = place(model.params, frozen_table, actor_mesh) if frozen_table else {}
-    trainable = place(initial_trainable(model.params, adapter, config.run.seed), trains, actor_mesh)
+    actor = Programs(model.spec, num, dial.mesh("actor"), leaves.all)
+    frozen = place(model.params, leaves.frozen, actor.mesh) if leaves.frozen else {}
+    trainable = place(initial_trainable(model.params, leaves, config.run.seed), leaves.trains, actor.mesh)
+    if broken := not_finite({**frozen, **trainable}):
+        raise ModelError(
+            f"{model.source}: {len(broken)} leaves hold NaN or infinity: {listed(broken)}; the weights are damaged, "
+            "get them anew"
+        )
     schedule = make_schedule(config.optim, config.run.steps)
     trainer = Trainer(
         actor, frozen, trainable, make_algorithm(config.algorithm), make_optimizer(config.optim, schedule), schedule,
         exact=config.numerics.mode == "exact",
     )  # fmt: skip
-
     base_digests = leaf_digests(frozen)
-    same = dial.colocated("actor", "rollout")
-    rollout = actor if same else Programs(spec, num, rollout_mesh, {**table, **(adapter or {})})
-    rollout_frozen = frozen
-    installed = trainable
-    if not same:
-        # The frozen weights cross once, here, and are verified like any sync; the trained ones start as zeros, so that
-        # a sync that does not arrive cannot go unnoticed.
-        rollout_frozen = place(model.params, frozen_table, rollout_mesh) if frozen_table else {}
-        check_same(base_digests, leaf_digests(rollout_frozen), "actor", "rollout")
-        blank = {path: np.zeros(leaf.shape, TRAINABLE_DTYPE) for path, leaf in trains.items()}
-        installed = place(blank, trains, rollout_mesh)
-    fingerprint = make_fingerprint(model.tokenizer, sampling, num, device_kinds(list(rollout_mesh.devices.flat)))
+    rollout = actor
+    rollout_frozen, installed = frozen, trainable
+    if not dial.colocated("actor", "rollout"):
+        rollout = Programs(model.spec, num, dial.mesh("rollout"), leaves.all)
+        rollout_frozen, installed = _on_rollout(model, leaves, rollout, base_digests)
+    fingerprint = make_fingerprint(model.tokenizer, sampling, num, device_kinds(list(rollout.mesh.devices.flat)))
     engine = Engine(
         rollout,
         slots=config.rollout.slots,
@@ -177,74 +193,115 @@ def build(config: Config) -> Cluster:
         num_pages=config.rollout.num_pages,
         fingerprint=fingerprint,
     )
-    cluster = Cluster(
+    return Cluster(
         config=config,
+        task=task,
+        reward=reward,
         tokenizer=model.tokenizer,
-        spec=spec,
+        spec=model.spec,
         dial=dial,
         trainer=trainer,
         geometry=_geometry(config, actor),
         engine=engine,
         sampling=sampling,
         fingerprint=fingerprint,
-        reference=_reference(config, dial, model, actor, frozen, trainable),
-        sync=WeightSync(trains, shardings(trains, rollout_mesh), base=base_digests),
+        reference=_reference(config, dial, model, (actor, frozen or trainable), (rollout, rollout_frozen)),
+        sync=WeightSync(leaves.trains, shardings(leaves.trains, rollout.mesh), base=base_digests),
         rollout_frozen=rollout_frozen,
         installed=installed,
         source=model.source,
+        model_digest=tree_digest(base_digests or leaf_digests(trainable)),
     )
-    cluster.bytes_per_role = _bytes_per_role(cluster)
-    return cluster
+
+
+def longest_sequence(config: Config, spec: ModelSpec) -> int:
+    """Positions of the longest prompt with the longest completion. Raises ConfigError if the model has fewer."""
+    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > spec.max_position:
+        raise ConfigError(
+            f"task.max_prompt_tokens + rollout.max_new_tokens = {longest}, but {config.model.name} was made for "
+            f"{spec.max_position} positions; lower one of them"
+        )
+    return longest
+
+
+def not_finite(tree: Mapping[str, jax.Array]) -> list[str]:
+    """Paths of the leaves that hold NaN or infinity."""
+    finite = {path: _all_finite(leaf) for path, leaf in tree.items()}  # all under way before one is waited for
+    return [path for path, flag in finite.items() if not flag]
+
+
+@jax.jit
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
+
+
+def _on_rollout(
+    model: LoadedModel, leaves: LeafSplit, rollout: Programs, base_digests: Mapping[str, str]
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Frozen and trained leaves on a rollout mesh of its own. The frozen ones cross once, here, and are verified like
+    any sync; the trained ones start as zeros, so that a sync that does not arrive cannot go unnoticed."""
+    frozen = place(model.params, leaves.frozen, rollout.mesh) if leaves.frozen else {}
+    check_same(base_digests, leaf_digests(frozen), "actor", "rollout")
+    blank = {path: np.zeros(leaf.shape, TRAINABLE_DTYPE) for path, leaf in leaves.trains.items()}
+    return frozen, place(blank, leaves.trains, rollout.mesh)
 
 
 def _geometry(config: Config, programs: Programs) -> Geometry:
     return Geometry(programs.num_devices, config.train.micro_batch_rows, programs.num.tile_rows, programs.num.page_size)
 
 
+def measures_kl(config: Config) -> bool:
+    """Whether the run needs a reference."""
+    return config.algorithm.measure_kl or config.algorithm.kl_coef > 0
+
+
 def _reference(
     config: Config,
     dial: Dial,
     model: LoadedModel,
-    actor: Programs,
-    frozen: Mapping[str, jax.Array],
-    trainable: Mapping[str, jax.Array],
+    actor: tuple[Programs, Mapping[str, jax.Array]],
+    rollout: tuple[Programs, Mapping[str, jax.Array]],
 ) -> Reference | None:
-    """The base under LoRA, else the weights as they are before the first update (arrays never change in place, so with
-    the actor's mesh it costs nothing to keep them until then, and one copy afterwards)."""
-    if not (config.algorithm.measure_kl or config.algorithm.kl_coef > 0):
+    """The base under LoRA, else the weights as they are before the first update. actor, rollout: programs, and the
+    weights that are the reference's too (arrays never change in place); the rollout has none when everything trains."""
+    if not measures_kl(config):
         return None
-    if dial.colocated("actor", "reference"):
-        weights = SplitWeights.of(frozen or trainable, model.spec.num_layers)
-        return Reference(actor, weights, _geometry(config, actor), shares_trunk=bool(frozen))
+    for role, (programs, weights) in (("actor", actor), ("rollout", rollout)):
+        if weights and dial.colocated(role, "reference"):
+            split = SplitWeights.of(weights, model.spec.num_layers)
+            shares_trunk = role == "actor" and config.lora is not None
+            return Reference(programs, split, _geometry(config, programs), shares_trunk)
     table = leaf_table(model.spec)
-    programs = Programs(model.spec, actor.num, dial.mesh("reference"), table)
-    placed = place(model.params, table, dial.mesh("reference"))
-    return Reference(
-        programs, SplitWeights.of(placed, model.spec.num_layers), _geometry(config, programs), shares_trunk=False
-    )
+    programs = Programs(model.spec, actor[0].num, dial.mesh("reference"), table)
+    weights = place(model.params, table, programs.mesh)
+    return Reference(programs, SplitWeights.of(weights, model.spec.num_layers), _geometry(config, programs), False)
 
 
 def device_bytes(tree: Any) -> int:
-    """Largest number of bytes that one device holds of a tree of arrays."""
+    """Largest number of bytes that one device holds of a tree of arrays, an array that occurs twice counted once."""
     held: dict[Any, int] = {}
-    for leaf in jax.tree.leaves(tree):
+    for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values():
         for shard in leaf.addressable_shards:
             held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     return max(held.values(), default=0)
 
 
-def _bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
+def bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
     """What each role holds on each of its devices, measured from the arrays. An alias counts only what it adds."""
-    own = {
-        "actor": {
-            "parameters": device_bytes(cluster.trainer.params),
-            "optimizer": device_bytes(cluster.trainer.optimizer_state),
-        },
+    trainer, dial = cluster.trainer, cluster.dial
+    held = {
+        "actor": {"parameters": device_bytes(trainer.params), "optimizer": device_bytes(trainer.optimizer_state)},
         "rollout": {"kv": cluster.engine.kv_bytes_per_device()},
     }
-    if not cluster.dial.colocated("actor", "rollout"):
-        own["rollout"]["parameters"] = device_bytes((cluster.rollout_frozen, cluster.installed))
-    if cluster.reference is not None and not cluster.dial.colocated("actor", "reference"):
+    if not dial.colocated("actor", "rollout"):
+        held["rollout"]["parameters"] = device_bytes((cluster.rollout_frozen, cluster.installed))
+    if cluster.reference is not None:
         weights = cluster.reference.weights
-        own["reference"] = {"parameters": device_bytes((weights.embed, weights.layers, weights.head["final_norm"]))}
-    return own
+        # The initial weights of a full-parameter run are the actor's own, yet only until the first update.
+        shared = {id(a) for path, a in trainer.params.items() if path not in trainer.trainable}
+        shared |= {id(a) for a in cluster.rollout_frozen.values()}
+        own = [a for a in jax.tree.leaves((weights.embed, weights.layers, weights.head)) if id(a) not in shared]
+        if own:
+            held["reference"] = {"parameters": device_bytes(own)}
+    return held

@@ -11,33 +11,36 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from lockstep import checkpoint, metrics, store
 from lockstep.algorithms.losses import kl_estimate
 from lockstep.cluster.programs import SplitWeights
 from lockstep.config import Config
-from lockstep.environment import write_environment
 from lockstep.envs.base import Score
-from lockstep.envs.rewards import make_reward
-from lockstep.envs.tasks import make_task
-from lockstep.errors import FingerprintError, RewardError
+from lockstep.errors import FingerprintError, LockstepError, RewardError
 from lockstep.progress import Progress
 from lockstep.report import write_report
 from lockstep.rollout.engine import request_seed
+from lockstep.sync.select import listed
 from lockstep.sync.snapshot import Snapshot
 from lockstep.sync.sync import Counters, SyncReceipt
-from lockstep.train.assembly import Cluster, build
+from lockstep.text import sanitize
+from lockstep.train import rundir
+from lockstep.train.assembly import Cluster, build, not_finite
 from lockstep.train.batching import make_micro_batches
 from lockstep.train.forward import score as score_tokens
-from lockstep.train.rundir import claim_run_dir, keep_compiled_programs, resume_point, save_checkpoint, write_dial
+from lockstep.train.rundir import ResumePoint
 from lockstep.train.trainer import StepResult
 from lockstep.types import Prompt, Trajectory
 
@@ -48,15 +51,25 @@ def run(config: Config, *, resume: Path | None = None, console: Console | None =
     """Train as the recipe says; returns the run directory.
 
     resume: a run directory to continue from its newest checkpoint, bit for bit. console: where progress is shown.
-    Raises a LockstepError for anything the user can mend; what was written until then stays readable and resumable.
+    Raises a LockstepError for anything the user can mend. A recipe that does not work leaves no directory behind; what
+    a run wrote before it stopped stays readable and resumable.
     """
-    keep_compiled_programs()
-    point = resume_point(resume, config) if resume is not None else None
-    run_dir = resume if resume is not None else claim_run_dir(config)
-    with Progress(config, run_dir, console, history=point.history if point else ()) as progress:
-        progress.phase("load")
-        loop = Loop(config, run_dir, progress)
-        loop.start(point.step if point else None)
+    rundir.keep_compiled_programs()
+    console = console or Console()
+    with ExitStack() as stack:
+        point = None
+        if resume is not None:
+            stack.enter_context(rundir.held(resume))
+            point = rundir.resume_point(resume, config)
+        with console.status(Text(f"loading {sanitize(config.model.name)}")):
+            cluster = build(config, say=lambda line: console.print(Text(sanitize(line))))
+        run_dir = resume
+        if run_dir is None:
+            run_dir = rundir.claim_run_dir(config)
+            stack.enter_context(rundir.held(run_dir))
+        progress = stack.enter_context(Progress(config, run_dir, console, history=point.history if point else ()))
+        loop = stack.enter_context(Loop(cluster, run_dir, progress))
+        loop.start(point)
         while loop.counters.step < config.run.steps:
             loop.step()
         report = write_report(run_dir)
@@ -94,44 +107,65 @@ class Clock:
 class Loop:
     """One run's state between steps. `step()` is one turn of the picture above."""
 
-    def __init__(self, config: Config, run_dir: Path, progress: Progress) -> None:
-        self.config, self.run_dir, self.progress = config, run_dir, progress
-        self.cluster: Cluster = build(config)
-        self.task = make_task(config.task, self.cluster.tokenizer, config.run.seed)
-        self.reward = make_reward(config.reward)
+    def __init__(self, cluster: Cluster, run_dir: Path, progress: Progress) -> None:
+        self.config, self.cluster, self.run_dir, self.progress = cluster.config, cluster, run_dir, progress
         self.counters = Counters()
         self.cursor = 0
         self.snapshot: Snapshot | None = None
+        # Taken now: what a task says about itself may come to include what it met on the way.
+        self._data = cluster.task.describe()
         self._ended: float | None = None
-        self._metrics = metrics.StepLog(run_dir / "metrics.jsonl")
-        self._receipts = metrics.StepLog(run_dir / "receipts.jsonl", once_per_step=False)
-        write_dial(run_dir, self.cluster)
-        write_environment(run_dir)
-        progress.event(self.task.describe())
+        self._logs = ExitStack()
 
-    def start(self, checkpoint_step: int | None) -> None:
+    def start(self, point: ResumePoint | None = None) -> None:
         """Publish the weights to begin with: fresh ones as version 0, or a checkpoint's under the version it had."""
-        if checkpoint_step is None:
+        if point is not None:
+            self._restore(point)
+            rundir.cut_back(self.run_dir, point.step)
+        rundir.write_head(self.run_dir, self.config, self.cluster)
+        self._metrics = self._logs.enter_context(metrics.StepLog(self.run_dir / "metrics.jsonl"))
+        self._receipts = self._logs.enter_context(metrics.StepLog(self.run_dir / "receipts.jsonl", once_per_step=False))
+        if point is None:
             self._log_receipt(self._publish(0))
-            return
-        like = {"trainable": self.cluster.trainer.trainable, "optimizer": self.cluster.trainer.optimizer_state}
-        arrays, meta = checkpoint.restore(self.run_dir, checkpoint_step, like)
-        self.cluster.trainer.trainable = arrays["trainable"]
-        self.cluster.trainer.optimizer_state = arrays["optimizer"]
+        self.progress.event(self._data)
+
+    def _restore(self, point: ResumePoint) -> None:
+        """Weights, optimizer and counters of a checkpoint, and its policy put back into the sampler."""
+        trainer, meta = self.cluster.trainer, point.meta
+        warning = rundir.require_same_world(self.run_dir, point, self.cluster, self._data)
+        like = {"trainable": trainer.trainable, "optimizer": trainer.optimizer_state}
+        arrays, _ = checkpoint.restore(self.run_dir, point.step, like)
+        trainer.trainable, trainer.optimizer_state = arrays["trainable"], arrays["optimizer"]
+        policy = self._publish(meta["version"]).policy
+        assert policy.digest == meta["digest"], (policy, meta["digest"])  # model and arrays were compared before
         self.cursor = meta["cursor"]
-        self._publish(meta["version"])
         # Putting the same version back after a restart is not another sync of the run.
         self.counters = Counters(meta["step"], meta["version"], meta["syncs"])
+        if warning is not None:
+            self.progress.event(warning, warning=True)
         self.progress.event(f"resumed at step {meta['step']}, policy version {meta['version']}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        """Close the logs. After an error, say in `log.txt` what stopped the run, and how to go on."""
+        self._logs.close()
+        if value is None:
+            return
+        newest = checkpoint.latest(self.run_dir)
+        resume = f"lockstep run --resume {self.run_dir} goes on from step {newest}" if newest else "no checkpoint yet"
+        self.progress.event(f"stopped ({resume}) by {type(value).__name__}: {value}", warning=True)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
+        """One turn of the picture: afterwards its record is on disk, and its checkpoint where one is due."""
         # From the end of the last record: a checkpoint written in between shows as waiting, not as nothing.
         clock = Clock(self.progress, {}, self._ended or time.perf_counter())
         number = self.counters.step + 1
         clock.enter("generate")
-        prompts = self.task.prompts(self.cursor, self.config.rollout.prompts)
+        prompts = self.cluster.task.prompts(self.cursor, self.config.rollout.prompts)
         trajectories = self._generate(prompts, number)
         clock.enter("score")
         trajectories = self._score(prompts, trajectories)
@@ -143,7 +177,7 @@ class Loop:
         clock.enter("train")
         micro = make_micro_batches(batch, batch_advantages, self.config.rollout.temperature, self.cluster.geometry)
         result = self.cluster.trainer.step(micro, batch, self.counters.step, trunks)
-        jax.block_until_ready(self.cluster.trainer.trainable)
+        self._require_finite(result)
         self.counters = self.counters.stepped()
         clock.enter("sync")
         receipt = self._publish(self.counters.version + 1)
@@ -158,7 +192,7 @@ class Loop:
         self._metrics.write(record)
         every = self.config.run.checkpoint_every
         if (every and number % every == 0) or number == self.config.run.steps:
-            save_checkpoint(self.run_dir, self.config, self.cluster, self.counters, self.cursor)
+            rundir.save_checkpoint(self.run_dir, self.config, self.cluster, self.counters, self.cursor, self._data)
         self.progress.step(record, _sample_text(prompts, trajectories))
 
     def _generate(self, prompts: Sequence[Prompt], number: int) -> list[Trajectory]:
@@ -170,7 +204,7 @@ class Loop:
         """Text and rewards. Failed samples stay in the record, with their reason, and take no part in training."""
         by_id = {p.id: p for p in prompts}
         texts = [self.cluster.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
-        scores: list[Score] = self.reward.score([by_id[t.group_id] for t in trajectories], texts)
+        scores: list[Score] = self.cluster.reward.score([by_id[t.group_id] for t in trajectories], texts)
         failed = [s.failed for s in scores if s.failed is not None]
         if len(failed) == len(scores):
             raise RewardError(f"every one of the {len(scores)} samples failed to score; the first: {failed[0]}")
@@ -221,6 +255,15 @@ class Loop:
         ):
             mb.scatter(flat, found)
         return [replace(t, reference_logprobs=lp) for t, lp in zip(batch, found, strict=True)], trunks
+
+    def _require_finite(self, result: StepResult) -> None:
+        """Wait for the update. Weights that it destroyed are neither published nor saved."""
+        if broken := not_finite(self.cluster.trainer.trainable):
+            raise LockstepError(
+                f"the update made {listed(broken)} NaN or infinite (gradient norm {result.metrics['grad_norm']:.3g}, "
+                f"learning rate {result.metrics['lr']:.3g}); nothing was published. Use a lower optim.lr or "
+                "optim.max_grad_norm"
+            )
 
     def _publish(self, version: int) -> SyncReceipt:
         """New weights to the sampler: staged, verified where they landed, then served. The snapshot follows them."""
@@ -299,7 +342,9 @@ class Loop:
         store.write_step(self.run_dir / "trajectories", number, [t for t, _, _ in rows], extra, prompts=prompts)
 
     def _log_receipt(self, receipt: SyncReceipt) -> None:
-        self._receipts.write({"step": self.counters.step, **json.loads(receipt.to_json())})
+        # The run's count of syncs, which a resume carries on, not that of the process.
+        count = {"step": self.counters.step, "syncs": self.counters.syncs}
+        self._receipts.write({**json.loads(receipt.to_json()), **count})
 
 
 def mean_kl(name: Any, logprobs: Sequence[np.ndarray | None], batch: Sequence[Trajectory]) -> float:

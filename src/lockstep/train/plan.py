@@ -9,60 +9,60 @@ from lockstep.cluster.roles import ROLES
 from lockstep.cluster.sharding import bytes_per_device, shardings
 from lockstep.config import Config
 from lockstep.models.catalog import load_spec
-from lockstep.models.lora import adapter_table
 from lockstep.models.spec import Leaf, ModelSpec, leaf_table, num_parameters
 from lockstep.rollout.engine import enough_pages
-from lockstep.sync.select import trainable_leaves
 from lockstep.sync.transfer import plan_leaf
-from lockstep.train.assembly import TRAINABLE_DTYPE, lora_spec
+from lockstep.train.assembly import TRAINABLE_DTYPE, LeafSplit, longest_sequence, measures_kl, split_leaves
 
 
 def describe(config: Config) -> str:
     """The resolved recipe, the dial with bytes per device and role, and what a sync costs. No weights are loaded."""
     spec = load_spec(config.model.name)
-    lora = lora_spec(config.lora, spec)
-    table = leaf_table(spec)
-    adapter = adapter_table(spec, lora) if lora else None
-    trains = trainable_leaves(table, adapter)
-    frozen = {} if adapter is None else table
+    leaves = split_leaves(config, spec)
     dial = Dial.from_config(config.cluster)
-    sizes = _bytes(config, dial, spec, frozen, trains)
-    trained = sum(leaf.size for leaf in trains.values())
+    sizes = planned_bytes(config, dial, spec, leaves)
+    trained = sum(leaf.size for leaf in leaves.trains.values())
     return "\n".join(
         [
             config.to_toml().rstrip(),
             "",
             f"model: {config.model.name}: {num_parameters(spec):,} parameters, {spec.num_layers} layers, "
-            f"{config.model.dtype}; {trained:,} parameters train ({'LoRA' if lora else 'full'}, {TRAINABLE_DTYPE})",
+            f"{config.model.dtype}; {trained:,} parameters train ({'LoRA' if leaves.lora else 'full'}, "
+            f"{TRAINABLE_DTYPE})",
             "",
-            dial.describe(sizes, {**table, **(adapter or {})}),
+            dial.describe(sizes, leaves.all),
             "",
-            _sync_cost(dial, trains),
+            _sync_cost(dial, leaves.trains),
         ]
     )
 
 
-def _bytes(
-    config: Config, dial: Dial, spec: ModelSpec, frozen: dict[str, Leaf], trains: dict[str, Leaf]
-) -> dict[str, dict[str, int]]:
-    """Bytes per device and role, by the rules that place the arrays. An alias counts only what it adds."""
+def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit) -> dict[str, dict[str, int]]:
+    """Bytes per device and role, by the rules that place the arrays. An alias counts only what it adds.
+
+    Raises ConfigError if the model has too few positions for the recipe.
+    """
     compute, master = np.dtype(_numpy(config.model.dtype)).itemsize, np.dtype(TRAINABLE_DTYPE).itemsize
 
     def parameters(role: str) -> int:
         axes = dial.role(role).axes
-        return bytes_per_device(frozen, axes, compute) + bytes_per_device(trains, axes, master)
+        return bytes_per_device(leaves.frozen, axes, compute) + bytes_per_device(leaves.trains, axes, master)
 
     actor = dial.role("actor").axes
-    moments = 2 * bytes_per_device(trains, actor, master)
-    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    # Adam's two moments, its counter, and the schedule's.
+    moments = 2 * bytes_per_device(leaves.trains, actor, master) + 2 * np.dtype(np.int32).itemsize
+    longest = longest_sequence(config, spec)
     pages = config.rollout.num_pages or enough_pages(config.rollout.slots, longest, config.rollout.page_size)
     rows = pages * config.rollout.page_size + 1
     kv = 2 * spec.num_layers * rows * spec.num_kv_heads * spec.head_dim * compute
     sizes = {"actor": {"parameters": parameters("actor"), "optimizer": moments}, "rollout": {"kv": kv}}
     if not dial.colocated("actor", "rollout"):
         sizes["rollout"]["parameters"] = parameters("rollout")
-    if not dial.colocated("actor", "reference"):
-        sizes["reference"] = {"parameters": bytes_per_device(leaf_table(spec), dial.role("reference").axes, compute)}
+    shares_frozen = leaves.frozen and any(dial.colocated(role, "reference") for role in ("actor", "rollout"))
+    if measures_kl(config) and not shares_frozen:
+        # What the actor trains, a reference on its mesh keeps as it was before the first update.
+        kept = (leaves.trains, master) if dial.colocated("actor", "reference") else (leaf_table(spec), compute)
+        sizes["reference"] = {"parameters": bytes_per_device(kept[0], dial.role("reference").axes, kept[1])}
     return {role: sizes[role] for role in ROLES if role in sizes}
 
 

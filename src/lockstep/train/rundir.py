@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,50 +16,92 @@ import jax
 from lockstep import checkpoint, metrics, store
 from lockstep.cluster.devices import enable_compilation_cache
 from lockstep.config import Config
-from lockstep.errors import CheckpointError
+from lockstep.environment import write_environment
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
 from lockstep.models.catalog import cache_dir
-from lockstep.rollout.engine import json_digest
 from lockstep.sync.sync import Counters
-from lockstep.train.assembly import Cluster
+from lockstep.train.assembly import Cluster, bytes_per_role
+from lockstep.types import Fingerprint
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """step: the checkpoint to continue from. history: the metrics up to it."""
+    """Where a run continues. step: of the checkpoint. meta: what `save_checkpoint` wrote beside the arrays. history:
+    the metrics up to that step."""
 
     step: int
+    meta: Mapping[str, Any]
     history: tuple[Mapping[str, Any], ...]
 
 
 def claim_run_dir(config: Config) -> Path:
     """A fresh directory `dir/name`, or `dir/name-2`, `-3`, ... where runs of that name exist: nothing is overwritten.
-    The resolved recipe is written into it."""
+
+    Raises ConfigError when it cannot be made.
+    """
     number = 1
     while True:
         path = config.run.path if number == 1 else config.run.path.with_name(f"{config.run.name}-{number}")
         try:
             path.mkdir(parents=True)
-            break
+            return path
         except FileExistsError:
             number += 1
-    write_atomic(path / "recipe.toml", config.to_toml().encode())
-    return path
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir: the run directory {path} cannot be made ({error.strerror}); choose another run.dir"
+            ) from error
 
 
-def recipe_hash(config: Config) -> str:
-    """Digest of what decides the numbers of a run: the recipe without the keys that may change on a resume (more steps
-    under a constant learning rate, how often to checkpoint, names)."""
-    tables = config.model_dump(mode="json")
-    for key in ("name", "dir", "checkpoint_every"):
-        tables["run"].pop(key)
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from writing into the run; the operating system lets go of it when this process ends,
+    however it ends. Raises CheckpointError when another process holds it."""
+    with (run_dir / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{run_dir} is being written by another process; wait for it or stop it, then resume"
+            ) from error
+        yield
+
+
+def write_head(run_dir: Path, config: Config, cluster: Cluster) -> None:
+    """`recipe.toml`, `dial.json` (meshes, bytes per role, the identity that trajectories carry) and
+    `environment.json`: what the steps that follow are made under."""
+    write_atomic(run_dir / "recipe.toml", config.to_toml().encode())
+    content = cluster.dial.to_json(bytes_per_role(cluster)) | {
+        "environment": {
+            "model": cluster.source,
+            "numerics": config.numerics.mode,
+            **{f"fingerprint of {name}": value for name, value in vars(cluster.fingerprint).items()},
+        }
+    }
+    write_atomic(run_dir / "dial.json", json.dumps(content, indent=1).encode())
+    write_environment(run_dir)
+
+
+def fixed_keys(config: Config) -> dict[str, str]:
+    """`section.key` -> value, as JSON, of every key that decides the numbers of a run. Left out are those that may
+    change on a resume: names, how often to checkpoint, under a constant learning rate the number of steps, and where
+    model and data lie (it is their content that must be the same)."""
+    free = {"run.name", "run.dir", "run.checkpoint_every", "model.name", "task.path", "task.folder", "reward.folder"}
     if config.optim.schedule == "constant":
-        tables["run"].pop("steps")
-    return json_digest(tables)
+        free.add("run.steps")
+    found = {
+        f"{section}.{key}": json.dumps(value)
+        for section, table in config.model_dump(mode="json").items()
+        for key, value in (table or {}).items()
+    }
+    return {path: value for path, value in found.items() if path not in free}
 
 
-def save_checkpoint(run_dir: Path, config: Config, cluster: Cluster, counters: Counters, cursor: int) -> None:
-    """Trainable leaves, optimizer state and counters after a step, its sync included."""
+def save_checkpoint(
+    run_dir: Path, config: Config, cluster: Cluster, counters: Counters, cursor: int, task: str
+) -> None:
+    """Trainable leaves, optimizer state and counters after a step, its sync included. task: the data's identity."""
     published = cluster.sync.published
     assert published is not None and published.number == counters.version
     meta = {
@@ -66,7 +110,10 @@ def save_checkpoint(run_dir: Path, config: Config, cluster: Cluster, counters: C
         "syncs": counters.syncs,
         "digest": published.digest,
         "cursor": cursor,
-        "recipe": recipe_hash(config),
+        "task": task,
+        "model": cluster.model_digest,
+        "recipe": fixed_keys(config),
+        "fingerprint": vars(cluster.fingerprint),
         "jax": jax.__version__,
     }
     arrays = {"trainable": cluster.trainer.trainable, "optimizer": cluster.trainer.optimizer_state}
@@ -74,7 +121,7 @@ def save_checkpoint(run_dir: Path, config: Config, cluster: Cluster, counters: C
 
 
 def resume_point(run_dir: Path, config: Config) -> ResumePoint:
-    """Where to continue, with everything the run wrote after that point taken back.
+    """Where to continue. Reads only.
 
     Raises CheckpointError when there is no checkpoint or the recipe is not the one it was made under.
     """
@@ -85,33 +132,60 @@ def resume_point(run_dir: Path, config: Config) -> ResumePoint:
             f"{config.run.checkpoint_every}). Start the recipe anew"
         )
     meta = checkpoint.read_meta(run_dir, step)
-    if meta["recipe"] != recipe_hash(config):
+    was, now = meta["recipe"], fixed_keys(config)
+    changed = [
+        f"{path} was {was.get(path, 'unset')} and is {now.get(path, 'unset')}"
+        for path in sorted(was.keys() | now.keys())
+        if was.get(path) != now.get(path)
+    ]
+    if changed:
         raise CheckpointError(
-            f"checkpoint {step} of {run_dir} was made under another recipe; a resume may change run.steps (with a "
-            f"constant learning rate) and run.checkpoint_every only. Start a new run for anything else"
+            f"checkpoint {step} of {run_dir} was made under another recipe: {'; '.join(changed)}. A resume may change "
+            "run.steps (with a constant learning rate), run.checkpoint_every, and the paths of model and data; start a "
+            "new run for anything else"
         )
     if config.run.steps < step:
         raise CheckpointError(f"{run_dir} has done {step} steps already, the recipe asks for {config.run.steps}")
+    records = metrics.read_jsonl(run_dir / "metrics.jsonl").records
+    return ResumePoint(step, meta, tuple(record for record in records if record["step"] <= step))
+
+
+def require_same_world(run_dir: Path, point: ResumePoint, cluster: Cluster, task: str) -> str | None:
+    """Raise CheckpointError if data, model, tokenizer or decoding are not those of the checkpoint. Returns a warning
+    where the run can go on, but not bit for bit: another jax version or kind of device."""
+    here = f"checkpoint {point.step} of {run_dir}"
+    if cluster.model_digest != point.meta["model"]:
+        raise CheckpointError(
+            f"{here} was made on other weights than {cluster.source} holds now (digest then {point.meta['model'][:8]}, "
+            f"now {cluster.model_digest[:8]}); put the model back, or start a new run"
+        )
+    if task != point.meta["task"]:
+        raise CheckpointError(
+            f"{here} was made on other data: then {point.meta['task']}; now {task}. Put the data back, or start a new "
+            "run"
+        )
+    changed = cluster.fingerprint.difference(Fingerprint(**point.meta["fingerprint"]))
+    fatal = [name for name in changed if name != "numerics"]
+    if fatal:
+        raise CheckpointError(
+            f"{here} was made under another {' and '.join(fatal)}; put the model's files back, or start a new run"
+        )
+    if not changed:
+        return None
+    return (
+        f"{here} was made on another kind of device or version of jax (then {point.meta['jax']}, now "
+        f"{jax.__version__}): the run goes on, but not bit for bit as it would have"
+    )
+
+
+def cut_back(run_dir: Path, step: int) -> None:
+    """Take back what the run wrote after the checkpoint of `step`."""
     metrics.truncate_after(run_dir / "metrics.jsonl", step)
     metrics.truncate_after(run_dir / "receipts.jsonl", step)
     store.truncate_after(run_dir / "trajectories", step)
-    return ResumePoint(step, metrics.read_jsonl(run_dir / "metrics.jsonl").records)
-
-
-def write_dial(run_dir: Path, cluster: Cluster) -> None:
-    """`dial.json`: meshes, bytes per role, and the identity that trajectories carry, for the report."""
-    content = cluster.dial.to_json(cluster.bytes_per_role) | {
-        "environment": {
-            "model": cluster.source,
-            "numerics": cluster.config.numerics.mode,
-            **{f"fingerprint of {name}": value for name, value in vars(cluster.fingerprint).items()},
-        }
-    }
-    write_atomic(run_dir / "dial.json", json.dumps(content, indent=1).encode())
 
 
 def keep_compiled_programs() -> None:
-    """Compiled programs go to the cache folder, unless JAX_COMPILATION_CACHE_DIR says otherwise: the next run starts
-    without compiling."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        enable_compilation_cache(cache_dir() / "compiled")
+    """Compiled programs go to the cache folder, or where JAX_COMPILATION_CACHE_DIR says: the next run starts without
+    compiling."""
+    enable_compilation_cache(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_dir() / "compiled")
