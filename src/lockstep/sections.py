@@ -5,6 +5,7 @@ Checks in here concern one table; `config.py` puts the tables together and check
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
@@ -154,6 +155,16 @@ _KIND_KEYS: dict[str, tuple[str, ...]] = {
 _KIND_NEEDS = {"reasoning_gym": "dataset", "file": "path", "function": "function"}
 
 
+def _patterns(table: Mapping[str, str]) -> Mapping[str, str]:
+    """The table, if each value is a regular expression."""
+    for name, pattern in table.items():
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            raise ValueError(f"`task.keep.{name}` = {literal(pattern)} is not a regular expression: {e}") from None
+    return table
+
+
 class TaskConfig(Section):
     kind: Literal["reasoning_gym", "file", "function"] = key(REQUIRED, "Where prompts come from.", also=("type",))
     dataset: str | None = key(None, "reasoning_gym: name of the data set, such as `chain_sum`.")
@@ -187,6 +198,13 @@ class TaskConfig(Section):
     )
     too_long: Literal["error", "skip"] = key(
         "error", "What a longer prompt is: an error that names it, or skipped and counted.", also=("filter_overlong",)
+    )
+    keep: Annotated[Mapping[str, str], AfterValidator(_patterns), Expects("a table of field = regular expression")] = (
+        key(
+            {},
+            "Use only rows whose fields match these regular expressions from end to end, as in "
+            '`{ expression = ".* \\\\+ .*" }`; the others are passed over, counted.',
+        )
     )
     folder: str | None = key(
         None, "Where `module:function` is looked for before Python's own path. Default: the recipe's.", path="always"

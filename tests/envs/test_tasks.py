@@ -321,7 +321,7 @@ def test_a_prompt_over_the_limit_is_an_error_before_the_first_step(tmp_path):
         from_file(tmp_path, *rows, max_prompt_tokens=10)
     task = from_file(tmp_path, *rows, max_prompt_tokens=10, too_long="skip")
     assert {prompt.text for prompt in task.prompts(0, 3)} == {"short"} and task.skipped == 1
-    assert "at most 10 tokens, 1 longer ones skipped" in task.describe()
+    assert "at most 10 tokens, 1 left out so far" in task.describe()
     assert from_file(tmp_path, *rows, max_prompt_tokens=11).skipped == 0
     with pytest.raises(DataError, match="each of the 2 rows is over"):
         from_file(tmp_path, *rows, max_prompt_tokens=1, too_long="skip")
@@ -336,6 +336,28 @@ def test_a_stream_of_which_nothing_fits_is_an_error(tmp_path):
         task.prompts(4, 1)
     with pytest.raises(DataError, match="index=4, seed=0: the prompt has 8 tokens"):
         make(kind="function", **keys).prompts(0, 5)
+
+
+def test_keep_picks_rows_by_their_fields(tmp_path):
+    rows = [{"prompt": "1 + 1", "n": 2}, {"prompt": "3 - 1", "n": 2}, {"prompt": "1 + 2", "n": 3}]
+    sums = from_file(tmp_path, *rows, keep={"prompt": r".* \+ .*"})
+    assert {p.text for p in sums.prompts(0, 4)} == {"1 + 1", "1 + 2"} and sums.skipped == 1
+    assert {p.text for p in from_file(tmp_path, *rows, keep={"prompt": r".*1", "n": "2"}).prompts(0, 4)} == {
+        "1 + 1",
+        "3 - 1",
+    }
+    with pytest.raises(DataError, match=r"not one that task.keep = .* wants, so none is left"):
+        from_file(tmp_path, *rows, keep={"n": "20"})
+    with pytest.raises(ConfigError, match=r"task.keep names 'promt', which .*; nearest: prompt"):
+        from_file(tmp_path, *rows, keep={"promt": ".*"})
+
+
+def test_keep_on_a_stream_is_a_function_of_the_cursor(tmp_path):
+    code = "def rows(index, seed): return {'prompt': str(index), 'odd': index % 2 == 1}"
+    keys = {"function": "rows_odd:rows", "folder": module(tmp_path, "rows_odd", code), "keep": {"odd": "True"}}
+    task = make(kind="function", **keys)
+    assert [p.text for p in task.prompts(2, 3)] == ["5", "7", "9"]
+    assert make(kind="function", **keys).prompts(0, 5)[2:] == task.prompts(2, 3)
 
 
 # ---------------------------------------------------------------- templates

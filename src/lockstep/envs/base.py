@@ -54,7 +54,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def skipped(self) -> int:
-        """Rows left out so far because their prompt is too long (always 0 unless `task.too_long = "skip"`)."""
+        """Rows left out so far: not what `task.keep` wants, or too long where `task.too_long = "skip"`."""
 
     @abstractmethod
     def describe(self) -> str:
