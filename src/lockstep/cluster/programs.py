@@ -56,7 +56,7 @@ class Programs:
     """
 
     def __init__(self, spec: ModelSpec, num: Numerics, mesh: Mesh, leaves: Mapping[str, Leaf]) -> None:
-        self.spec, self.num, self.mesh = spec, num, mesh
+        self.spec, self.num, self.mesh, self.leaves = spec, num, mesh, dict(leaves)
         self.axes = tuple(mesh.axis_names)
         self.num_devices = mesh.size
         self.rows_spec = PartitionSpec(self.axes)

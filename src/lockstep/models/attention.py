@@ -33,6 +33,7 @@ def attend(
     pool: keys and values, each [R, K, H]. q [N, Q, H]. read [N, S] int32: pool row that holds position s of the row's
     sequence, S a multiple of page_size. length [N] int32: the row sees positions 0..length-1 (itself included), >= 1.
     window: int32 scalar, only the last `window` of those positions count. Scores and sums are float32.
+    Pool rows outside what a row sees never reach it, whatever they hold: garbage left over, NaN, positions ahead.
     """
     keys, values = pool
     n, num_heads, head_dim = q.shape
@@ -42,12 +43,13 @@ def attend(
     def page(carry: State, start: jax.Array) -> tuple[State, None]:
         peak, total, acc = carry
         rows = jax.lax.dynamic_slice_in_dim(read, start, page_size, 1)
-        k, v = keys[rows], values[rows]
+        at = start + jnp.arange(page_size)
+        seen = (at[None] < length[:, None]) & (at[None] >= length[:, None] - window)
+        # A weight of zero does not hide a NaN or an infinity: what a row may not see is replaced, not just unweighted.
+        k, v = (jnp.where(seen[..., None, None], y[rows], jnp.zeros((), y.dtype)) for y in (keys, values))
         s = jnp.einsum("nkgh,npkh->nkgp", qg, k, preferred_element_type=jnp.float32) * scale
         if cap is not None:
             s = cap * jnp.tanh(s / cap)
-        at = start + jnp.arange(page_size)
-        seen = (at[None] < length[:, None]) & (at[None] >= length[:, None] - window)
         s = jnp.where(seen[:, None, None], s, _LOW)
         # The maximum only keeps exp in range: the result does not depend on it, so no gradient flows through it.
         new_peak = jax.lax.stop_gradient(jnp.maximum(peak, s.max(-1)))

@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.models.attention import NO_WINDOW, attend
 from lockstep.models.spec import ModelSpec
-from lockstep.ops import LANES, log_normaliser, rms_norm, rotate, softcap, temperature_scaled, tiled
+from lockstep.ops import LANES, fence, log_normaliser, rms_norm, rotate, softcap, temperature_scaled, tiled
 
 Weights = Mapping[str, jax.Array]
 Pool = tuple[jax.Array, jax.Array]
@@ -146,8 +146,8 @@ def _logits(spec: ModelSpec, w: Weights, x: jax.Array) -> jax.Array:
 
 
 def _logprob_block(spec: ModelSpec, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array) -> jax.Array:
-    z = temperature_scaled(jax.lax.optimization_barrier(_logits(spec, w, x)), temperature)
-    peak, log_sum, _ = jax.lax.optimization_barrier(log_normaliser(z))
+    z = temperature_scaled(fence(_logits(spec, w, x)), temperature)
+    peak, log_sum, _ = fence(log_normaliser(z))
     at = jnp.take_along_axis(z, target[:, None], 1)
     return (at - peak - log_sum)[:, 0]
 
@@ -159,26 +159,28 @@ def logprobs(
     return tiled(lambda s, *r: _logprob_block(spec, s, *r), num.tile_rows, cast(w, num.dtype), x, target, temperature)
 
 
+def invert(weights_NM: jax.Array, uniform_N: jax.Array) -> jax.Array:
+    """[N] index drawn from each row of weights [N, M] (>= 0, not all 0) by inversion: the first index whose running
+    sum exceeds uniform * total. Never one of weight 0, for any uniform in [0, 1] and any order of summation."""
+    running = jnp.cumsum(weights_NM, -1)
+    # A parallel prefix sum need not be monotone in its last bit, so entries of weight 0 are excluded by name and the
+    # aim is kept below what the others reach.
+    reached = jnp.where(weights_NM > 0, running, 0.0)
+    total = reached.max(-1, keepdims=True)
+    aim = jnp.minimum(uniform_N[:, None] * total, jnp.nextafter(total, 0.0))
+    return jnp.argmax(reached > aim, -1)
+
+
 def _sample_block(
     spec: ModelSpec, w: Weights, x: jax.Array, temperature: jax.Array, uniform: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    z = temperature_scaled(jax.lax.optimization_barrier(_logits(spec, w, x)), temperature)
-    peak, log_sum, chunks = jax.lax.optimization_barrier(log_normaliser(z))
-
-    def first_above(weights: jax.Array, u: jax.Array) -> jax.Array:
-        # First index whose running sum exceeds u * total. Entries of weight 0 repeat the previous running sum and are
-        # therefore never first; u < 1 keeps the target below the total unless rounding makes them equal: then the
-        # last entry that adds anything is taken.
-        running = jnp.cumsum(weights, -1)
-        total = running[:, -1:]
-        aim = jnp.minimum(u[:, None] * total, jnp.nextafter(total, 0.0))
-        return jnp.argmax(running > aim, -1)
-
-    chunk = first_above(chunks, uniform[:, 0])
+    z = temperature_scaled(fence(_logits(spec, w, x)), temperature)
+    peak, log_sum, chunks = fence(log_normaliser(z))
+    chunk = invert(chunks, uniform[:, 0])
     columns = chunk[:, None] * LANES + jnp.arange(LANES)
     inside = jnp.take_along_axis(z, jnp.minimum(columns, z.shape[1] - 1), 1)
     weights = jnp.where(columns < z.shape[1], jnp.exp(inside - peak), 0.0)
-    drawn = chunk * LANES + first_above(weights, uniform[:, 1])
+    drawn = chunk * LANES + invert(weights, uniform[:, 1])
     token = jnp.where(temperature > 0, drawn, jnp.argmax(z, -1)).astype(jnp.int32)
     at = jnp.take_along_axis(z, token[:, None], 1)
     return token, (at - peak - log_sum)[:, 0]
@@ -196,7 +198,8 @@ def sample(
 
     def uniforms(words: jax.Array, i: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), i)
-        return jax.random.uniform(key, (2,))
+        # The middle of each of the 2^23 steps: at 0 itself an entry however improbable would be taken for being first.
+        return jax.random.uniform(key, (2,)) + 2.0**-24
 
     u = jax.vmap(uniforms)(seed, index)
     return tiled(lambda s, *r: _sample_block(spec, s, *r), num.tile_rows, cast(w, num.dtype), x, temperature, u)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import jax
 import numpy as np
 
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages, padded_rows
-from lockstep.errors import CapacityError
+from lockstep.errors import CapacityError, ConfigError, DataError, ModelError, SyncError
 from lockstep.models.decoder import Numerics
+from lockstep.models.spec import Leaf
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.scheduler import Request, Scheduler, Work
 from lockstep.rollout.scheduler import Sequence as Sample
@@ -64,8 +66,10 @@ class EngineStats:
 class Engine:
     """One policy snapshot, sampled from.
 
-    programs: the rollout role's compiled functions. slots: sequences decoded together on each device, a multiple of the
-    tile. num_pages: cache pages per device; 0 sizes the pool so that every slot can hold max_positions.
+    programs: the rollout role's compiled functions. slots: sequences decoded together on each device (exact mode
+    computes whole tiles, so a multiple of the tile wastes nothing). max_positions: prompt and completion tokens of one
+    sequence at most. num_pages: cache pages per device; 0 sizes the pool so that every slot can hold max_positions.
+    prefill_rows: rows of one pass at most, where slots is fewer; longer prompts are prefilled over several passes.
     """
 
     def __init__(
@@ -94,8 +98,16 @@ class Engine:
         return sum(2 * k.nbytes for k, _ in self._pools) // self.programs.num_devices
 
     def install(self, version: PolicyVersion, params: Mapping[str, jax.Array]) -> None:
-        """Serve `params` as `version` from the next pass on. Only while nothing runs: no sequence changes policy."""
-        assert not self.busy, "weights may only change while no sequence is in flight"
+        """Serve `params` as `version` from the next pass on. Only while nothing runs: no sequence changes policy.
+
+        Raises SyncError, with the old version still served: samples in flight; leaves missing, unknown or misshapen.
+        """
+        if self.busy:
+            raise SyncError(
+                f"{version} cannot be installed while {sum(s.load for s in self._shards)} samples are under way on "
+                f"{self.version}; let them finish (step until not busy) or abort them first"
+            )
+        check_leaves(params, self.programs.leaves, version)
         self._weights = SplitWeights.of(params, self.programs.spec.num_layers)
         self.version = version
 
@@ -105,8 +117,19 @@ class Engine:
     def busy(self) -> bool:
         return any(s.busy for s in self._shards)
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """CapacityError or nothing; also run on submit."""
+    def _request(self, prompt: Prompt, seeds: Sequence[int], params: SamplingParams) -> Request:
+        """The request, if it can be served."""
+        t = params.temperature
+        if not (math.isfinite(t) and t >= 0):
+            raise ConfigError(f"prompt {prompt.id!r}: temperature {t} is not a finite number >= 0 (0 is greedy)")
+        if params.max_new_tokens < 1 or not seeds:
+            raise ConfigError(
+                f"prompt {prompt.id!r}: {len(seeds)} samples of up to {params.max_new_tokens} tokens leave nothing to "
+                f"draw; ask for at least one sample (a seed each) and one new token"
+            )
+        wrong = [s for s in seeds if not 0 <= s < 1 << 64]
+        if wrong:
+            raise ConfigError(f"prompt {prompt.id!r}: seed {wrong[0]} is not in 0..2^64-1; derive it by request_seed")
         need = len(prompt.ids) + params.max_new_tokens
         if need > self._max_positions:
             raise CapacityError(
@@ -120,11 +143,26 @@ class Engine:
                 f"prompt {prompt.id!r} holds token id {bad[0]}, the model's vocabulary has "
                 f"{self.programs.spec.vocab_size} entries; the tokenizer is not this model's"
             )
+        request = Request(prompt, tuple(seeds), params)
+        self._shards[0].check(request)  # every device has the same slots and pages
+        return request
 
     def submit(self, prompt: Prompt, seeds: Sequence[int], params: SamplingParams) -> None:
-        """Queue one prompt with a sample per seed, on the device with the least to do."""
-        self.check(prompt, params)
-        min(self._shards, key=lambda s: s.load).submit(Request(prompt, tuple(seeds), params))
+        """Queue one prompt with a sample per seed, on the device with the least to do.
+
+        Raises, with nothing queued: CapacityError for a prompt that is empty, too long or holds an unknown id;
+        ConfigError for parameters without meaning; DataError for a prompt id that is under way already.
+        """
+        request = self._request(prompt, seeds, params)
+        if any(shard.holds(prompt.id) for shard in self._shards):
+            raise DataError(
+                f"prompt {prompt.id!r} is under way already; samples are told apart by (prompt id, index), so "
+                f"give each prompt its own id and all its seeds at once"
+            )
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        min(self._shards, key=lambda s: s.load).submit(request)
 
     def abort(self, prompt_id: str) -> list[Trajectory]:
         """Cancel a prompt's samples now; they come back with reason `abort` and what was sampled so far."""
@@ -133,11 +171,20 @@ class Engine:
     def generate(
         self, prompts: Iterable[Prompt], seeds: Mapping[str, Sequence[int]], params: SamplingParams
     ) -> list[Trajectory]:
-        """Every prompt's samples, in the order of (prompt, index). seeds: by prompt id, one per sample."""
-        order: dict[str, int] = {}
-        for prompt in prompts:
-            self.submit(prompt, seeds[prompt.id], params)
-            order[prompt.id] = len(order)
+        """Every prompt's samples, in the order of (prompt, index). seeds: by prompt id, one per sample.
+
+        Runs until done, so nothing else may be under way. Raises as `submit` does, then too with nothing queued.
+        """
+        assert not self.busy, "generate() would run, and swallow, samples submitted by somebody else"
+        requests = [self._request(prompt, seeds[prompt.id], params) for prompt in prompts]
+        order = {request.prompt.id: i for i, request in enumerate(requests)}
+        if len(order) < len(requests):
+            twice = next(r.prompt.id for i, r in enumerate(requests) if order[r.prompt.id] != i)
+            raise DataError(
+                f"prompt id {twice!r} is given twice; give each prompt its own id and all its seeds at once"
+            )
+        for request in requests:
+            self._queue(request)
         done: list[Trajectory] = []
         while self.busy:
             done += self.step()
@@ -148,6 +195,8 @@ class Engine:
     def step(self) -> list[Trajectory]:
         """One forward pass over everything runnable; returns the samples it finished."""
         assert self._weights is not None, "install weights before generating"
+        if not self.busy:
+            return []
         work = [shard.schedule() for shard in self._shards]
         drawn = self._run(work)
         return [self._trajectory(s) for shard, d in zip(self._shards, drawn, strict=True) for s in shard.record(d)]
@@ -194,6 +243,12 @@ class Engine:
                 seed[j] = (s & 0xFFFFFFFF, s >> 32)
         drawn = p.sample(weights, x, *p.put_rows((at, temperature, seed, index)))
         tokens, logprobs = (np.asarray(a) for a in drawn)
+        real = [j for d, rows in enumerate(wanted) for j in range(d * m, d * m + len(rows))]
+        if not np.isfinite(logprobs[real]).all():
+            raise ModelError(
+                f"policy {self.version}: the model's output is not finite; its weights hold NaN or infinity, or "
+                f"overflow in {p.num.dtype}. Nothing of this pass was recorded"
+            )
         self.stats.completion_tokens += sum(len(w) for w in wanted)
         return [
             [(seq, int(tokens[j]), float(logprobs[j])) for j, (_, seq) in enumerate(rows, d * m)]
@@ -214,6 +269,22 @@ class Engine:
             index=seq.index,
             fingerprint=self.fingerprint,
             generate_s=time.perf_counter() - seq.group.since,
+        )
+
+
+def check_leaves(params: Mapping[str, jax.Array], leaves: Mapping[str, Leaf], version: PolicyVersion) -> None:
+    """SyncError unless `params` are exactly `leaves`, adapter included, each of its shape."""
+    wrong = [f"{path} is missing" for path in leaves if path not in params]
+    wrong += [f"{path} is unknown" for path in params if path not in leaves]
+    wrong += [
+        f"{path} has shape {params[path].shape}, expected {leaf.shape}"
+        for path, leaf in leaves.items()
+        if path in params and params[path].shape != leaf.shape
+    ]
+    if wrong:
+        raise SyncError(
+            f"{version} does not fit the engine ({len(wrong)} of {len(leaves)} leaves): {'; '.join(wrong[:5])}. "
+            f"Nothing was installed; pass the base's and the adapter's leaves together, named as in the leaf table"
         )
 
 

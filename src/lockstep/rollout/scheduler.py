@@ -81,6 +81,7 @@ class Scheduler:
         self.pages = PagePool(num_pages)
         self.queue: deque[GroupWork] = deque()
         self.groups: list[GroupWork] = []
+        self.load = 0  # samples waiting or running; the engine sends the next group to the least loaded device
         self._prefilled_now: list[tuple[GroupWork, int]] = []
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -90,6 +91,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """CapacityError if the request could never run, however long it waited."""
+        assert request.seeds and request.params.max_new_tokens > 0, "nothing to draw: it would never finish"
         if not request.prompt.ids:
             raise CapacityError(f"prompt {request.prompt.id!r} has no tokens; a completion needs at least one to start")
         need = self.pages_for(len(request.prompt.ids)) + self.pages_for(request.params.max_new_tokens)
@@ -103,19 +105,19 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         self.check(request)
         self.queue.append(GroupWork(request, time.perf_counter(), waiting=deque(range(len(request.seeds)))))
+        self.load += len(request.seeds)
 
     @property
     def num_running(self) -> int:
         return sum(len(g.running) for g in self.groups)
 
     @property
-    def load(self) -> int:
-        """Samples admitted or waiting; the engine sends the next group to the least loaded device."""
-        return sum(len(g.running) + len(g.waiting) for g in (*self.groups, *self.queue))
-
-    @property
     def busy(self) -> bool:
         return bool(self.groups or self.queue)
+
+    def holds(self, prompt_id: str) -> bool:
+        """Whether a prompt of this id is waiting or under way."""
+        return any(g.request.prompt.id == prompt_id for g in (*self.groups, *self.queue))
 
     def _rows_of(self, pages: Iterable[int]) -> np.ndarray:
         starts = np.asarray(list(pages), np.int32) * self.page_size
@@ -210,6 +212,7 @@ class Scheduler:
     def _retire(self, seq: Sequence) -> None:
         group = seq.group
         group.running.remove(seq)
+        self.load -= 1
         self.pages.release(seq.own)
         self.pages.release(group.pages)
         if not group.running and not group.waiting:
@@ -222,6 +225,7 @@ class Scheduler:
         cancelled: list[Sequence] = []
         for group in [g for g in (*self.groups, *self.queue) if g.request.prompt.id == prompt_id]:
             cancelled += [Sequence(group, i, finish="abort") for i in group.waiting]
+            self.load -= len(group.waiting)
             group.waiting.clear()
             if group in self.queue:
                 self.queue.remove(group)
