@@ -22,19 +22,28 @@ import jax.numpy as jnp
 fence = jax.lax.optimization_barrier
 
 
-def tiled(block: Callable[..., Any], tile_rows: int, shared: Any, *rows: jax.Array) -> Any:
+def tiled(block: Callable[..., Any], tile_rows: int, live: jax.Array, shared: Any, *rows: jax.Array) -> Any:
     """`block(shared, *rows)` evaluated on tiles of `tile_rows` rows.
 
-    rows: arrays with equal leading dimension N, a multiple of tile_rows (the callers pad). Returns what block returns,
-    leading dimension N again. With tile_rows 0 the block sees all N rows at once.
+    rows: arrays with equal leading dimension N, a multiple of tile_rows (the callers pad). live [N] bool: the rows that
+    are not padding; a tile without any is skipped and comes back as zeros, so that padding to few shapes costs little.
+    Returns what block returns, leading dimension N again. With tile_rows 0 the block sees all N rows at once.
     """
     if not tile_rows:
         return block(shared, *rows)
     num_rows = rows[0].shape[0]
     assert num_rows % tile_rows == 0, (num_rows, tile_rows)
     split = tuple(r.reshape((num_rows // tile_rows, tile_rows, *r.shape[1:])) for r in rows)
+
+    def run(tile: tuple[jax.Array, ...]) -> Any:
+        return fence(block(shared, *fence(tile)))
+
+    def skip(tile: tuple[jax.Array, ...]) -> Any:
+        return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), jax.eval_shape(run, tile))
+
     # One code path for one tile or many: a loop body and straight-line code may be compiled differently.
-    out = jax.lax.map(lambda tile: fence(block(shared, *fence(tile))), split)
+    used = live.reshape(-1, tile_rows).any(1)
+    out = jax.lax.map(lambda a: jax.lax.cond(a[0], run, skip, a[1]), (used, split))
     return jax.tree.map(lambda y: y.reshape((num_rows, *y.shape[2:])), out)
 
 

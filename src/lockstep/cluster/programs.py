@@ -264,11 +264,11 @@ def padded_pages(positions: int, page_size: int) -> int:
 
 
 def numpy_rows(num_devices: int, rows: int, width: int, trash: int) -> Rows:
-    """Blank padded rows on the host: every row writes to and reads from pool row `trash` and sees one position."""
+    """Blank padded rows on the host: every row writes to and reads from pool row `trash`."""
     n = num_devices * rows
     return Rows(
         tokens=np.zeros(n, np.int32),
-        pos=np.zeros(n, np.int32),
+        pos=np.full(n, -1, np.int32),
         write=np.full(n, trash, np.int32),
         read=np.full((n, width), trash, np.int32),
         length=np.ones(n, np.int32),

@@ -10,6 +10,7 @@ functions see one device; `cluster.programs` puts them on a mesh.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ Pool = tuple[jax.Array, jax.Array]
 
 
 class Rows(NamedTuple):
-    """N rows of work. Filled by the engine's scheduler or by the trainer's batcher; padded rows write to and read from
-    the pool's last row and have length 1.
+    """N rows of work. Filled by the engine's scheduler or by the trainer's batcher; padded rows have position -1, write
+    to and read from the pool's last row and have length 1.
 
     tokens, pos [N] int32; write [N] int32: pool row for this row's key and value; read [N, S] int32: pool row of each
     position of the row's sequence; length [N] int32: positions visible, itself included (pos + 1).
@@ -122,7 +123,8 @@ def layer(
     attention only, to bound memory).
     """
     w = cast(w, num.dtype)
-    q, k, v = tiled(lambda s, *r: _qkv(spec, num, s, *r), num.tile_rows, (w, inv_freq), x, rows.pos)
+    live = rows.pos >= 0
+    q, k, v = tiled(lambda s, *r: _qkv(spec, num, s, *r), num.tile_rows, live, (w, inv_freq), x, rows.pos)
     pool = (pool[0].at[rows.write].set(k), pool[1].at[rows.write].set(v))
 
     def attention(shared: tuple[Pool, jax.Array], *r: jax.Array) -> jax.Array:
@@ -133,8 +135,8 @@ def layer(
     tile = num.tile_rows if attention_tile is None else attention_tile
     if attention_tile is not None:
         attention = jax.checkpoint(attention)
-    attended = tiled(attention, tile, (pool, window), q, rows.read, rows.length)
-    x = tiled(lambda s, *r: _out_and_mlp(spec, num, s, *r), num.tile_rows, w, x, attended)
+    attended = tiled(attention, tile, live, (pool, window), q, rows.read, rows.length)
+    x = tiled(lambda s, *r: _out_and_mlp(spec, num, s, *r), num.tile_rows, live, w, x, attended)
     return x, pool
 
 
@@ -155,8 +157,12 @@ def _logprob_block(spec: ModelSpec, w: Weights, x: jax.Array, target: jax.Array,
 def logprobs(
     spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array
 ) -> jax.Array:
-    """[N] float32 log-probabilities (nats) of target ids at the given temperature: the trainer's side of the record."""
-    return tiled(lambda s, *r: _logprob_block(spec, s, *r), num.tile_rows, cast(w, num.dtype), x, target, temperature)
+    """[N] float32 log-probabilities (nats) of target ids at the given temperature: the trainer's side of the record.
+
+    target [N] int32, -1 for padding, whose result means nothing.
+    """
+    block = functools.partial(_logprob_block, spec)
+    return tiled(block, num.tile_rows, target >= 0, cast(w, num.dtype), x, jnp.maximum(target, 0), temperature)
 
 
 def invert(weights_NM: jax.Array, uniform_N: jax.Array) -> jax.Array:
@@ -192,8 +198,8 @@ def sample(
     """Draw one token per row and record its log-probability: ([N] int32, [N] float32).
 
     temperature [N] float32 (0 = greedy); seed [N, 2] uint32: the request's; index [N] int32: how many tokens of the
-    completion came before. The draw is by inversion in two levels, 128-entry chunk then entry, from two uniforms that
-    depend on (seed, index) alone, so a completion does not depend on its batch.
+    completion came before, -1 for padding. The draw is by inversion in two levels, 128-entry chunk then entry, from two
+    uniforms that depend on (seed, index) alone, so a completion does not depend on its batch.
     """
 
     def uniforms(words: jax.Array, i: jax.Array) -> jax.Array:
@@ -202,7 +208,9 @@ def sample(
         return jax.random.uniform(key, (2,)) + 2.0**-24
 
     u = jax.vmap(uniforms)(seed, index)
-    return tiled(lambda s, *r: _sample_block(spec, s, *r), num.tile_rows, cast(w, num.dtype), x, temperature, u)
+    return tiled(
+        functools.partial(_sample_block, spec), num.tile_rows, index >= 0, cast(w, num.dtype), x, temperature, u
+    )
 
 
 def head_weights(params: Weights) -> dict[str, jax.Array]:

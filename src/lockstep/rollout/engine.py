@@ -233,7 +233,7 @@ class Engine:
             return [[] for _ in wanted]
         m = padded_rows(most, p.num.tile_rows)
         total = m * p.num_devices
-        at, index = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        at, index = np.zeros(total, np.int32), np.full(total, -1, np.int32)
         temperature, seed = np.ones(total, np.float32), np.zeros((total, 2), np.uint32)
         for d, rows in enumerate(wanted):
             for j, (row, seq) in enumerate(rows, d * m):

@@ -33,7 +33,7 @@ class Geometry:
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward pass. rows: [devices * N] work; at, target, temperature [devices * M]: the row that predicts each
-    completion token (within its device), the token, the temperature it was sampled at. tokens: the loss's fields.
+    completion token (within its device), the token (-1: padding), its temperature. tokens: the loss's fields.
     spans: (sample, start, stop): where sample's tokens lie on the flat M axis. num_rows: real rows."""
 
     rows: Rows
@@ -141,7 +141,8 @@ def _lay_out(
     longest = max(len(t.prompt_ids) + len(t.completion_ids) - 1 for ts in chosen for t in ts)
     rows = numpy_rows(len(bins), n, padded_pages(longest, geometry.page_size), n)
     size = len(bins) * m
-    at, target, sequence = (np.zeros(size, np.int32) for _ in range(3))
+    at, sequence = (np.zeros(size, np.int32) for _ in range(2))
+    target = np.full(size, -1, np.int32)
     mask = np.zeros(size, bool)
     old, ref, adv = (np.zeros(size, np.float32) for _ in range(3))
     spans = []
