@@ -117,6 +117,7 @@ def test_rows_are_within_capacity_and_padding_touches_nothing(case: Case) -> Non
     for batch in make(case):
         rows = batch.rows
         n, m = len(rows.tokens) // geometry.num_devices, len(batch.at) // geometry.num_devices
+        assert ((rows.pos >= 0) == (rows.write != n)).all() and ((batch.target >= 0) == batch.tokens.mask).all()
         used = (rows.write != n).reshape(geometry.num_devices, n).sum(1)
         assert used.sum() == batch.num_rows and used.max() <= geometry.max_rows
         assert batch.tokens.mask.reshape(geometry.num_devices, m).sum(1).max() <= geometry.max_rows
@@ -124,7 +125,7 @@ def test_rows_are_within_capacity_and_padding_touches_nothing(case: Case) -> Non
         if geometry.tile_rows:
             assert n % geometry.tile_rows == m % geometry.tile_rows == 0
         assert rows.read.shape[1] % geometry.page_size == 0
-        assert rows.length.max() <= rows.read.shape[1] and (rows.length == rows.pos + 1).all()
+        assert rows.length.max() <= rows.read.shape[1] and (rows.length == np.maximum(rows.pos, 0) + 1).all()
         for d in range(geometry.num_devices):
             share = slice(d * n, (d + 1) * n)
             real = rows.write[share] != n
