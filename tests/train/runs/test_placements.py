@@ -1,0 +1,219 @@
+"""Where the roles run changes nothing but the number of syncs: the rest is the same, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from lockstep.cluster.programs import SplitWeights
+from lockstep.sync.verify import leaf_digests
+from lockstep.train.batching import make_micro_batches
+from lockstep.train.forward import score
+from lockstep.train.loop import Loop
+from lockstep.types import Prompt, Trajectory
+
+FSDP2 = "actor = {fsdp = 2}"
+TOGETHER = FSDP2
+APART = {
+    "each by itself": f"{FSDP2}, rollout = {{fsdp = 2}}, reference = {{tensor = 2}}",
+    "reference with the rollout": f'{FSDP2}, rollout = {{data = 2}}, reference = "rollout"',
+}
+FULL = ("--lora=none", "--optim.lr=0.002")
+STEPS = 3
+
+
+def overrides(cluster: str, more: Sequence[str] = ()) -> list[str]:
+    return [f"--cluster={{{cluster}}}", f"--run.steps={STEPS}", "--run.checkpoint_every=0", *more]
+
+
+class Placed:
+    """A run of three steps that is still open, under one placement."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.blank = dict(loop.cluster.installed)
+        loop.start()
+        for _ in range(STEPS):
+            loop.step()
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        return self.loop.cluster.trainer.params
+
+    def logprobs(self, batch: list[Trajectory], params) -> list[np.ndarray | None]:
+        """The trainer's log-probabilities of a batch under any weights."""
+        cluster = self.loop.cluster
+        micro = make_micro_batches(batch, np.zeros(len(batch)), cluster.sampling.temperature, cluster.geometry)
+        weights = SplitWeights.of(params, cluster.spec.num_layers)
+        found: list[np.ndarray | None] = [None] * len(batch)
+        for mb, flat in zip(micro, score(cluster.trainer.programs, weights, micro), strict=True):
+            mb.scatter(flat, found)
+        return found
+
+    def sample(self, temperature: float | None = None) -> tuple[list[Prompt], list[Trajectory]]:
+        """The next prompts' completions under what is installed."""
+        cluster = self.loop.cluster
+        prompts = cluster.task.prompts(self.loop.cursor, 3)
+        seeds = {p.id: [7, 8, 9, 10] for p in prompts}
+        params = cluster.sampling if temperature is None else replace(cluster.sampling, temperature=temperature)
+        return prompts, cluster.engine.generate(prompts, seeds, params)
+
+    def publish(self, trainable):
+        """A push and an install, as the loop does them."""
+        cluster = self.loop.cluster
+        version = cluster.engine.version.number + 1
+        cluster.installed, receipt = cluster.sync.push(version, trainable, cluster.installed)
+        cluster.engine.install(receipt.policy, {**cluster.rollout_frozen, **cluster.installed})
+        return receipt
+
+
+@pytest.fixture(scope="module")
+def place(kit, opened, tmp_path_factory):
+    """(cluster table, more overrides) -> Placed, made once each."""
+    made: dict[tuple[str, tuple[str, ...]], Placed] = {}
+    with ExitStack() as stack:
+
+        def get(cluster: str, more: tuple[str, ...] = ()) -> Placed:
+            if (cluster, more) not in made:
+                config = kit.config(tmp_path_factory.mktemp("placed"), *overrides(cluster, more))
+                made[cluster, more] = Placed(stack.enter_context(opened(config)))
+            return made[cluster, more]
+
+        yield get
+
+
+@pytest.fixture(scope="module", params=["together", *APART])
+def placed(request, place) -> Placed:
+    return place(TOGETHER if request.param == "together" else APART[request.param])
+
+
+def bits(arrays: list[np.ndarray | None]) -> list[bytes]:
+    assert all(a is not None and a.dtype == np.float32 for a in arrays)
+    return [a.tobytes() for a in arrays]
+
+
+# ---------------------------------------------------------------- the same run
+
+
+def assert_same_run(one: Placed, other: Placed, left) -> None:
+    a, b = left(one.loop.run_dir), left(other.loop.run_dir)
+    assert a.metrics("syncs") == b.metrics("syncs")
+    assert [r["digest"] for r in a.receipts()] == [r["digest"] for r in b.receipts()]
+    assert a.weights(STEPS) == b.weights(STEPS) and a.state(STEPS) == b.state(STEPS)
+    ours, theirs = a.trajectories(), b.trajectories()
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("cluster", APART.values(), ids=APART)
+def test_the_placement_does_not_show(place, left, cluster: str) -> None:
+    assert_same_run(place(TOGETHER), place(cluster), left)
+
+
+def test_the_placement_does_not_show_when_everything_trains(place, left) -> None:
+    together, apart = place(TOGETHER, FULL), place(APART["each by itself"], FULL)
+    assert_same_run(together, apart, left)
+    metrics = left(together.loop.run_dir).metrics()
+    assert all(m["grad_norm"] > 0 and m["mismatch/unequal_tokens"] == 0 for m in metrics)
+    # The reference is the model as it was given, not the weights that train.
+    assert metrics[0]["kl/k3"] == 0 and metrics[-1]["kl/k3"] > 0
+
+
+def test_only_the_syncs_differ(place, left) -> None:
+    metrics = {name: left(place(c).loop.run_dir).metrics() for name, c in (("together", TOGETHER), *APART.items())}
+    assert [m["syncs"] for m in metrics.pop("together")] == [0, 0, 0]
+    for name, records in metrics.items():
+        assert [m["syncs"] for m in records] == [2, 3, 4], name  # the first version crossed before step 1
+        assert [m["policy_version"] for m in records] == [0, 1, 2]
+
+
+def test_receipts_say_what_crossed(place, left) -> None:
+    for cluster in APART.values():
+        receipts = left(place(cluster).loop.run_dir).receipts()
+        assert [(r["step"], r["version"], r["syncs"]) for r in receipts] == [(n, n, n + 1) for n in range(STEPS + 1)]
+        copies = 2 if "data = 2" in cluster.split("rollout")[1] else 1  # fsdp halves what is cut, data keeps copies
+        for r in receipts:
+            assert not r["same_buffers"] and r["bytes_moved"] == r["bytes_planned"] == r["bytes_crossing"]
+            assert r["bytes_selected"] <= r["bytes_moved"] <= 2 * r["bytes_selected"]
+            assert copies == 1 or r["bytes_moved"] == 2 * r["bytes_selected"]
+
+
+def test_roles_are_where_the_dial_says(place) -> None:
+    placed = place(APART["each by itself"]).loop.cluster
+    held = {
+        "actor": placed.trainer.params["layers.2.q.lora_a"],
+        "rollout": placed.installed["layers.2.q.lora_a"],
+        "reference": placed.reference.weights.layers[2]["q"],
+    }
+    assert {role: sorted(d.id for d in a.sharding.device_set) for role, a in held.items()} == {
+        "actor": [0, 1], "rollout": [2, 3], "reference": [4, 5],
+    }  # fmt: skip
+    together = place(TOGETHER).loop.cluster
+    assert all(together.installed[p] is a for p, a in together.trainer.trainable.items())
+    shared = place(APART["reference with the rollout"]).loop.cluster
+    assert shared.reference.weights.layers[0]["q"] is shared.rollout_frozen["layers.0.q"]
+
+
+# ---------------------------------------------------------------- gates
+
+
+def test_a_blank_destination_gets_the_trainers_digest(place) -> None:
+    """Gate 2: before the first publish the trained leaves of a rollout mesh are zeros, then they are the actor's."""
+    placed = place(APART["reference with the rollout"])
+    assert all(not np.asarray(leaf).any() for leaf in placed.blank.values())
+    cluster = placed.loop.cluster
+    digests = leaf_digests(cluster.trainer.trainable)
+    assert leaf_digests(cluster.installed) == digests != leaf_digests(placed.blank)
+
+
+def test_the_batch_is_scored_under_the_weights_that_sampled_it(placed) -> None:
+    """The snapshot gate: after the update, the old policy's log-probabilities are the record, the live ones are not."""
+    loop, cluster = placed.loop, placed.loop.cluster
+    kept = dict(cluster.trainer.trainable), cluster.trainer.optimizer_state
+    _, batch = placed.sample()
+    advantages = np.linspace(-1, 1, len(batch))
+    micro = make_micro_batches(batch, advantages, cluster.sampling.temperature, cluster.geometry)
+    cluster.trainer.step(micro, batch, STEPS)
+    recorded = bits([t.logprobs for t in batch])
+    assert bits(loop.old_policy_logprobs(batch)) == recorded
+    live = bits(placed.logprobs(batch, placed.params))
+    assert all(a != b for a, b in zip(live, recorded, strict=True))
+    assert loop.snapshot.version == cluster.engine.version
+    cluster.trainer.trainable, cluster.trainer.optimizer_state = kept[0], None  # later tests need no optimizer
+
+
+def test_unchanged_weights_published_again_change_nothing(placed) -> None:
+    """Gate 1."""
+    cluster = placed.loop.cluster
+    _, before = placed.sample(temperature=0)
+    digest = cluster.engine.version.digest
+    receipt = placed.publish(cluster.trainer.trainable)
+    assert receipt.digest == digest and receipt.version == before[0].versions[0] + 1
+    _, after = placed.sample(temperature=0)
+    for a, b in zip(before, after, strict=True):
+        assert a.completion_ids.tobytes() == b.completion_ids.tobytes()
+        assert a.logprobs.tobytes() == b.logprobs.tobytes() and b.versions[0] == receipt.version
+
+
+def test_the_adapter_reaches_the_sampler(placed) -> None:
+    """Gate 11: an adapter moved strongly changes what is sampled, and both sides hold the same one."""
+    cluster = placed.loop.cluster
+    _, before = placed.sample(temperature=0)
+    rng = np.random.default_rng(0)
+    moved = {
+        path: jax.device_put(np.asarray(leaf) + rng.standard_normal(leaf.shape).astype(np.float32), leaf.sharding)
+        for path, leaf in cluster.trainer.trainable.items()
+    }
+    receipt = placed.publish(moved)
+    assert leaf_digests(cluster.installed) == leaf_digests(moved) == receipt.leaf_digests
+    _, after = placed.sample(temperature=0)
+    assert sum(a.completion_ids.tolist() != b.completion_ids.tolist() for a, b in zip(before, after, strict=True)) > 6
+    _, batch = placed.sample()
+    assert bits(placed.logprobs(batch, {**placed.params, **moved})) == bits([t.logprobs for t in batch])
+    placed.publish(cluster.trainer.trainable)
+    _, back = placed.sample(temperature=0)
+    assert [t.completion_ids.tolist() for t in back] == [t.completion_ids.tolist() for t in before]
