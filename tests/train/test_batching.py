@@ -131,7 +131,7 @@ def test_rows_are_within_capacity_and_padding_touches_nothing(case: Case) -> Non
             real = rows.write[share] != n
             # A device's real rows come first, and each has a pool row of its own.
             np.testing.assert_array_equal(rows.write[share][real], np.arange(used[d]))
-            assert (rows.read[share][~real] == n).all() and (rows.length[share][~real] == 1).all()
+            assert (rows.read[share][~real] == n).all() and (rows.pos[share][~real] == -1).all()
         assert (batch.at[~batch.tokens.mask] == 0).all() and (batch.at < n).all()
 
 
