@@ -203,6 +203,21 @@ def test_bins_are_filled_evenly() -> None:
     assert (batch.rows.write != n).reshape(4, n).sum(1).tolist() == [42] * 4
 
 
+def test_pieces_over_half_a_bin_take_a_bin_each() -> None:
+    """300 groups of 6 rows, two devices, at most 10 rows on each: 150 passes, though the rows would fill 90."""
+    case = make_case([(5, [2])] * 300, Geometry(2, 10, 1, 2))
+    batches = make(case)
+    assert [b.num_rows for b in batches] == [12] * 150
+
+
+def test_fewer_passes_are_found_than_by_levelling_alone() -> None:
+    """Rows 4, 4, 3, 3, 3, 3 fit in two bins of 10 (4 + 3 + 3), and levelled they do; 6, 5, 4, 3, 2 do too, but levelled
+    they would make 11 and 9."""
+    for sizes in ((4, 4, 3, 3, 3, 3), (6, 5, 4, 3, 2)):
+        batches = make(make_case([(rows, [1]) for rows in sizes], Geometry(1, 10, 1, 2)))
+        assert [b.num_rows for b in batches] == [10, 10]
+
+
 def test_many_one_token_completions_are_bounded_too() -> None:
     """64 completions of one token after a prompt of two: two rows, but 64 rows of logits."""
     case = make_case([(2, [1] * 64)], Geometry(1, 16, 4, 4))

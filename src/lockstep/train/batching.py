@@ -7,6 +7,7 @@ between samples when they exceed a micro-batch, the prompt then being repeated.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,21 +96,41 @@ def _pieces(trajectories: Sequence[Trajectory], max_rows: int) -> list[_Piece]:
 
 
 def _bins(pieces: list[_Piece], geometry: Geometry) -> list[list[_Piece]]:
-    """Pieces into equally filled bins, a multiple of num_devices of them (longest first, onto the emptiest bin)."""
-    total = sum(p.size for p in pieces)
-    per_pass = geometry.max_rows * geometry.num_devices
-    count = geometry.num_devices * max(1, -(-total // per_pass))
-    order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size, i))
-    while True:
-        bins: list[list[int]] = [[] for _ in range(count)]
-        fill = [0] * count
-        for i in order:
-            b = fill.index(min(fill))
-            bins[b].append(i)
-            fill[b] += pieces[i].size
-        if max(fill) <= geometry.max_rows:
-            return [[pieces[i] for i in sorted(b)] for b in bins]
-        count += geometry.num_devices
+    """Pieces into as few bins as are found, a multiple of num_devices of them, equally filled where that fits."""
+    d, most = geometry.num_devices, geometry.max_rows
+    longest_first = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size, i))
+    packed = _first_fit(pieces, longest_first, most)
+    fewest = -(-sum(p.size for p in pieces) // (most * d)) * d
+    found = [packed] + [_level(pieces, longest_first, n) for n in (-(-len(packed) // d) * d, fewest)]
+    fits = [bins for bins in found if max(sum(pieces[i].size for i in b) for b in bins) <= most]
+    bins = fits[-1] + [[] for _ in range(-len(fits[-1]) % d)]
+    return [[pieces[i] for i in sorted(b)] for b in bins]
+
+
+def _first_fit(pieces: list[_Piece], order: list[int], most: int) -> list[list[int]]:
+    """Each piece into the first bin with room: the fewest bins, near enough, the last ones less full."""
+    bins: list[list[int]] = []
+    fill: list[int] = []
+    for i in order:
+        size = pieces[i].size
+        b = next((b for b, used in enumerate(fill) if used + size <= most), len(bins))
+        if b == len(bins):
+            bins.append([])
+            fill.append(0)
+        bins[b].append(i)
+        fill[b] += size
+    return bins
+
+
+def _level(pieces: list[_Piece], order: list[int], count: int) -> list[list[int]]:
+    """Each piece into the emptiest of `count` bins, however full that gets."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, b) for b in range(count)]
+    for i in order:
+        fill, b = heapq.heappop(emptiest)
+        bins[b].append(i)
+        heapq.heappush(emptiest, (fill + pieces[i].size, b))
+    return bins
 
 
 def make_micro_batches(

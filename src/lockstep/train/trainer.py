@@ -146,7 +146,7 @@ class Trainer:
         if not math.isfinite(norm):
             raise LockstepError(
                 f"update {update_number}: the norm of the gradient is {norm}, while all log-probabilities are finite; "
-                f"a reference log-probability is not finite, or the backward pass overflowed in "
+                f"a reference log-probability is not finite, or a ratio or the backward pass overflowed in "
                 f"{self.programs.num.dtype}. No update was applied; resume from the newest checkpoint, with a lower "
                 f'optim.lr or model.dtype = "float32"'
             )
