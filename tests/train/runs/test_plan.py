@@ -1,0 +1,88 @@
+"""`--dry-run`: what is printed is what the run then holds and moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.config import parse_config
+from lockstep.errors import ConfigError
+from lockstep.models.catalog import load_spec
+from lockstep.models.hf import save_folder
+from lockstep.models.init import init_params
+from lockstep.models.spec import num_parameters
+from lockstep.train.assembly import build, bytes_per_role, split_leaves
+from lockstep.train.plan import describe, planned_bytes
+
+APART = "--cluster={actor = {fsdp = 2, tensor = 2}, rollout = {data = 2}, reference = {tensor = 2}}"
+CASES = {
+    "together": [],
+    "apart": [APART],
+    "together, everything trains": ["--lora=none", "--cluster.actor={fsdp = 4}"],
+    "apart, everything trains": ["--lora=none", APART],
+    "reference with the rollout": ['--cluster={rollout = {fsdp = 2}, reference = "rollout"}'],
+    "rollout with the reference": ['--cluster={rollout = "reference", reference = {tensor = 2}}'],
+    "reference with the rollout, everything trains": [
+        "--lora=none", '--cluster={rollout = {fsdp = 2}, reference = "rollout"}',
+    ],
+    "no KL": [APART, "--algorithm.measure_kl=false"],
+    "bfloat16, pages given": [APART, "--model.dtype=bfloat16", "--rollout.num_pages=9"],
+    "untied head": [APART, "--model.name={untied}"],
+    "untied head, everything trains": [APART, "--lora=none", "--model.name={untied}"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def untied(kit, tiny_spec, tmp_path_factory):
+    """The tiny model with a head of its own, of a width that two devices cannot share."""
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    spec = replace(tiny_spec, tied_head=False, mlp_dim=47)
+    save_folder(folder, spec, init_params(spec, 0), tokenizer_files_from=kit.folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_bytes_are_the_arrays_bytes(kit, untied, tmp_path, name: str) -> None:
+    config = kit.config(tmp_path, *(word.replace("{untied}", str(untied)) for word in CASES[name]))
+    cluster = build(config)
+    spec = load_spec(config.model.name)
+    assert planned_bytes(config, cluster.dial, spec, split_leaves(config, spec)) == bytes_per_role(cluster)
+
+
+def test_the_plan_is_printed(kit, tmp_path) -> None:
+    config = kit.config(tmp_path, APART)
+    text = describe(config)
+    assert text.startswith(config.to_toml().rstrip())
+    assert parse_config(text.partition("\n\nmodel: ")[0], overrides=[], folder=tmp_path, where="plan") == config
+    assert f"{num_parameters(load_spec(config.model.name)):,} parameters, 3 layers, float32; 1,856 parameters" in text
+    rows = {line.split()[0]: line for line in text.splitlines() if line.startswith(("role", "actor", "roll", "ref"))}
+    assert "parameters/device" in rows["role"] and "kv/device" in rows["role"]
+    assert "fsdp=2 tensor=2" in rows["actor"] and "0-3" in rows["actor"] and "4-5" in rows["rollout"]
+    assert "8 of 8 devices used" in text
+
+
+def test_the_sync_cost_is_the_receipts(kit, opened, left, tmp_path) -> None:
+    config = kit.config(tmp_path, APART)
+    with opened(config) as loop:
+        loop.start()
+    (receipt,) = left(loop.run_dir).receipts()
+    assert receipt["bytes_selected"] == 1856 * 4 and receipt["bytes_moved"] == 2 * 1856 * 4
+    assert "each sync writes 14.5 KiB on the rollout devices (replicas included), of which 14.5 KiB cross" in describe(
+        config
+    )
+    assert "the same buffers serve both roles, 0 B cross" in describe(kit.config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--lora.last_layers=4"], "lora.last_layers = 4, but the model has 3 layers"),
+        (["--cluster.actor={fsdp = 9}"], "the meshes need 9 devices"),
+        (["--rollout.max_new_tokens=600", "--train.micro_batch_rows=900"], "was made for 512 positions"),
+    ],
+)
+def test_a_plan_that_cannot_be(kit, tmp_path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        describe(kit.config(tmp_path, *overrides))
+    assert not list(tmp_path.iterdir())
