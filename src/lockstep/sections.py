@@ -325,7 +325,9 @@ class AlgorithmConfig(Section):
 class OptimConfig(Section):
     lr: Float = key(1e-6, "Peak learning rate (Adam).", ge=0, also=("learning_rate",))
     schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant", "After the warm-up; linear and cosine reach 0 at the last step.", also=("lr_scheduler_type",)
+        "constant",
+        "After the warm-up; linear and cosine fall towards 0, which the update after the last would have.",
+        also=("lr_scheduler_type",),
     )
     warmup_steps: Int = key(0, "Steps over which the learning rate rises to `lr`.", ge=0)
     weight_decay: Float = key(0.0, "Decoupled weight decay (AdamW).", ge=0)

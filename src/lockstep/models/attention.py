@@ -27,12 +27,14 @@ def attend(
     page_size: int,
     scale: float,
     cap: float | None,
+    remat: bool = False,
 ) -> jax.Array:
     """Attention output [N, Q*H] of N query rows.
 
     pool: keys and values, each [R, K, H]. q [N, Q, H]. read [N, S] int32: pool row that holds position s of the row's
     sequence, S a multiple of page_size. length [N] int32: the row sees positions 0..length-1 (itself included), >= 1.
     window: int32 scalar, only the last `window` of those positions count. Scores and sums are float32.
+    remat: when differentiated, a page's keys and values are gathered again rather than kept.
     Pool rows outside what a row sees never reach it, whatever they hold: garbage left over, NaN, positions ahead.
     """
     keys, values = pool
@@ -65,5 +67,6 @@ def attend(
 
     shape = (n, num_kv, num_heads // num_kv)
     start = (jnp.full(shape, _LOW), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-    (_, total, acc), _ = jax.lax.scan(page, start, jnp.arange(0, read.shape[1], page_size))
+    step = jax.checkpoint(page) if remat else page
+    (_, total, acc), _ = jax.lax.scan(step, start, jnp.arange(0, read.shape[1], page_size))
     return (acc / total[..., None]).astype(q.dtype).reshape(n, num_heads * head_dim)

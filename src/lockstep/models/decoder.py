@@ -129,11 +129,14 @@ def layer(
 
     def attention(shared: tuple[Pool, jax.Array], *r: jax.Array) -> jax.Array:
         q, read, length = r
-        cap = spec.attn_softcap
-        return attend(shared[0], q, read, length, shared[1], page_size=num.page_size, scale=spec.query_scale, cap=cap)
+        return attend(
+            shared[0], q, read, length, shared[1], page_size=num.page_size, scale=spec.query_scale,
+            cap=spec.attn_softcap, remat=backward,
+        )  # fmt: skip
 
+    backward = attention_tile is not None
     tile = num.tile_rows if attention_tile is None else attention_tile
-    if attention_tile is not None:
+    if backward:
         attention = jax.checkpoint(attention)
     attended = tiled(attention, tile, live, (pool, window), q, rows.read, rows.length)
     x = tiled(lambda s, *r: _out_and_mlp(spec, num, s, *r), num.tile_rows, live, w, x, attended)

@@ -41,6 +41,10 @@ def generate(
     exactly one token each; the model's end-of-sequence ids always stop. numerics_mode: `exact` or `fast`. Raises a
     LockstepError for a model, prompt or stop text that cannot be used.
     """
+    if not prompts:
+        raise ConfigError("generate: no prompts were given; pass at least one")
+    if numerics_mode not in ("exact", "fast"):
+        raise ConfigError(f"generate: numerics mode {numerics_mode!r} is not known; use exact or fast")
     loaded = load_model(model, dtype)
     tokenizer, spec = loaded.tokenizer, loaded.spec
     made = []

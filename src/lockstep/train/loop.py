@@ -155,7 +155,8 @@ class Loop:
             return
         newest = checkpoint.latest(self.run_dir)
         resume = f"lockstep run --resume {self.run_dir} goes on from step {newest}" if newest else "no checkpoint yet"
-        self.progress.event(f"stopped ({resume}) by {type(value).__name__}: {value}", warning=True)
+        cause = f"{type(value).__name__}: {value}".removesuffix(": ")  # an interrupt has no message
+        self.progress.event(f"stopped ({resume}) by {cause}", warning=True)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
