@@ -44,7 +44,7 @@ SPECS = {
     ),
     "gemma": ModelSpec(
         "gemma", 300, 48, 4, 1, 12, 80, (_windowed, _plain), 1e-6, 12**-0.5, 512, tied_head=True, post_norms=True,
-        norm_offset=1.0, embed_scale=48**0.5, activation="gelu_tanh", attn_softcap=50.0, final_softcap=30.0,
+        norm_offset=1.0, embed_scale=0.7, activation="gelu_tanh", attn_softcap=50.0, final_softcap=30.0,
     ),
 }  # fmt: skip
 
@@ -99,7 +99,7 @@ def _params(policy: Policy) -> dict:
     rng = np.random.default_rng(3)
     host = init_params(spec, 3) | {p: np.zeros(leaf.shape, np.float32) for p, leaf in policy.adapter.items()}
     host = {p: (v + 0.15 * rng.standard_normal(v.shape)).astype(np.float32) for p, v in sorted(host.items())}
-    host["final_norm"] = host["final_norm"] + np.float32(1.0)
+    host["final_norm"] = host["final_norm"] + np.float32(1 - spec.norm_offset)
     return place(host, programs.leaves, programs.mesh)
 
 
@@ -314,13 +314,13 @@ def test_the_training_step_itself_sees_the_record(policy: Policy, sampler: Polic
 
 
 def test_fast_mode_differs_by_rounding_only() -> None:
-    """No tiles: what the mismatch metrics of a `fast` run start from. 2e-5 nats is 40 times what was measured here; the
+    """No tiles: what the mismatch metrics of a `fast` run start from, 1.1e-5 nats at most when this was written. The
     completions need not be those of exact mode."""
     fast, requests = Policy("qwen", tile=0), mixed_requests("qwen")
     for temperature, trajectories in by_temperature(requests, run(fast.engine(), requests)).items():
         recorded = np.concatenate([t.logprobs for t in trajectories])
         found = mismatch(recorded, np.concatenate(fast.recompute(trajectories, temperature, 1024)))
-        assert found["mismatch/max_abs"] < 2e-5
+        assert found["mismatch/max_abs"] < 5e-5
         assert abs(found["mismatch/k1"]) < 1e-5 and found["mismatch/ess"] > 1 - 1e-6
 
 
