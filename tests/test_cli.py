@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -271,8 +270,7 @@ def test_run_report_export_generate(lockstep, recipe, tmp_path, monkeypatch) -> 
 
 def test_data_that_is_not_there_is_an_error_of_the_user(lockstep, recipe, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(recipe.parent, tmp_path / "copy")
-    code, _, err = lockstep("run", "copy/tiny.toml", "--task.path", "copy/gone.jsonl")
+    code, _, err = lockstep("run", recipe, "--task.path", recipe.parent / "gone.jsonl")
     assert code == 2 and "gone.jsonl does not exist" in err and "data.jsonl" in err
 
 
