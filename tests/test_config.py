@@ -75,7 +75,7 @@ def test_the_demo_recipe_sets_every_key_that_has_an_effect() -> None:
 
 def test_values_arrive_with_their_types() -> None:
     config = load_config(ROOT / "recipes" / "addition.toml")
-    assert config.optim.lr == 2e-3 and config.optim.betas == (0.9, 0.999)
+    assert config.optim.lr == 1.5e-3 and config.optim.betas == (0.9, 0.999)
     assert config.lora is not None and config.lora.targets == ("q", "k", "v", "o", "gate", "up", "down")
     assert config.task.prompt == "1 + 1 = 2\n5 + 2 = 7\n{expression} =" and config.rollout.stop == ("\n",)
     assert config.task.options == {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
