@@ -73,7 +73,7 @@ class Policy:
 
     def engine(self, slots: int = 32, prefill_rows: int = 32, num_pages: int = POOL_PAGES, version: int = 0) -> Engine:
         engine = Engine(
-            self.programs, slots=slots, max_positions=96, num_pages=num_pages, prefill_rows=prefill_rows,
+            self.programs, slots=slots, max_positions=64, num_pages=num_pages, prefill_rows=prefill_rows,
             fingerprint=FINGERPRINT,
         )  # fmt: skip
         engine.install(PolicyVersion(version, "digest"), self.params)
@@ -127,12 +127,13 @@ def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
     return a.completion_ids.tolist() == b.completion_ids.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
 
 
-# Prompt length, samples, new tokens, temperature: lengths on both sides of page ends, in prompt and completion.
+# Prompt length, samples, new tokens, temperature: lengths on both sides of page ends, prompt and completion. Sized so
+# that each temperature's rows make one micro-batch of one shape: compiling is what these tests spend their time on.
 MIXED = [
     (1, 2, 1, 1.0), (5, 1, 40, 0.6), (15, 3, 5, 1.3), (16, 1, 5, 0.0), (17, 2, 40, 1.0), (31, 1, 5, 0.6),
-    (32, 2, 1, 1.3), (33, 2, 5, 0.6), (40, 1, 40, 1.3), (40, 2, 5, 1.0), (2, 1, 40, 0.0), (8, 5, 9, 1.0),
+    (32, 2, 1, 1.3), (33, 2, 5, 0.6), (40, 1, 20, 1.3), (40, 2, 5, 0.0), (2, 1, 40, 0.0), (8, 5, 4, 1.0),
 ]  # fmt: skip
-LONGEST = 80
+LONGEST = 59
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,10 @@ def by_temperature(
     return groups
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [("llama", "float32"), ("qwen", "float32"), ("gemma", "float32"), ("qwen", "bfloat16"), ("gemma", "bfloat16")],
+)
 def test_the_record_is_the_trainers_bit_for_bit(spec: str, dtype: str) -> None:
     """Temperatures 0 (recorded at 1), 0.6, 1 and 1.3 side by side; 1 to 40 new tokens; chunked prefill; late admission
     (23 samples, some on 16 slots); micro-batches as large as they get and as small as they may be."""
@@ -183,7 +186,7 @@ def test_the_record_is_the_trainers_bit_for_bit(spec: str, dtype: str) -> None:
     sizes = (LONGEST, 1024) if (spec, dtype) in (("llama", "float32"), ("gemma", "bfloat16")) else (1024,)
     done = run(policy.engine(slots=16), requests)
     groups = by_temperature(requests, done)
-    assert sum(len(t.logprobs) for t in done.values()) > 250
+    assert sum(len(t.logprobs) for t in done.values()) > 200
     for temperature, trajectories in groups.items():
         for max_rows in sizes:
             assert_same_bits(trajectories, policy.recompute(trajectories, temperature, max_rows))
@@ -316,12 +319,12 @@ def test_the_training_step_itself_sees_the_record(policy: Policy, sampler: Polic
 def test_fast_mode_differs_by_rounding_only() -> None:
     """No tiles: what the mismatch metrics of a `fast` run start from, 1.1e-5 nats at most when this was written. The
     completions need not be those of exact mode."""
-    fast, requests = Policy("qwen", tile=0), mixed_requests("qwen")
-    for temperature, trajectories in by_temperature(requests, run(fast.engine(), requests)).items():
-        recorded = np.concatenate([t.logprobs for t in trajectories])
-        found = mismatch(recorded, np.concatenate(fast.recompute(trajectories, temperature, 1024)))
-        assert found["mismatch/max_abs"] < 5e-5
-        assert abs(found["mismatch/k1"]) < 1e-5 and found["mismatch/ess"] > 1 - 1e-6
+    fast = Policy("qwen", tile=0)
+    trajectories = short_run(fast)
+    recorded = np.concatenate([t.logprobs for t in trajectories])
+    found = mismatch(recorded, np.concatenate(fast.recompute(trajectories, 1.0, 1024)))
+    assert found["mismatch/max_abs"] < 5e-5
+    assert abs(found["mismatch/k1"]) < 1e-5 and found["mismatch/ess"] > 1 - 1e-6
 
 
 @pytest.mark.parametrize(("spec", "dtype"), [("gemma", "bfloat16"), ("qwen", "float32")])
@@ -354,7 +357,7 @@ def test_a_rows_bits_depend_on_the_row_alone(spec: str, dtype: str) -> None:
         return [(host[at].tobytes(), logp[at].tobytes()) for at in places]
 
     expected = outputs(np.arange(count), 64, 16, 0)
-    for n, width, more in ((64, 16, 40), (64, 64, 0), (256, 32, 0)):
+    for n, width, more in ((64, 16, 40), (256, 64, 0)):
         assert outputs(rng.permutation(n)[:count], n, width, more) == expected
 
 
