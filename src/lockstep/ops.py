@@ -8,7 +8,8 @@ Why tiles. XLA picks a matrix-multiply kernel, and with it a summation order, fr
 elementwise code with other instructions in the body of a loop than in its remainder. The same row among 128 others and
 among 1024 others therefore gets different last bits. `tiled` runs a block on exactly `tile_rows` rows at a time, fenced
 so that nothing outside can be fused in; the sampler and the trainer both go through it, so a row's bits depend on that
-row alone. `tile_rows=0` switches this off (the `fast` mode, and every backward pass, which nobody has to reproduce).
+row alone. `tile_rows=0` switches this off (the `fast` mode). The backward pass, which nobody has to reproduce,
+takes what is fast.
 """
 
 from __future__ import annotations

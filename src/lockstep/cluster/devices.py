@@ -6,7 +6,9 @@ compiled programs are kept. A new accelerator needs a look at this file and at n
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,6 +65,19 @@ def available_devices(cpu_devices: int | None = None) -> list[jax.Device]:
 def device_kinds(devices: Sequence[jax.Device]) -> str:
     """The kinds of the devices, each once, for fingerprints and reports: `cpu`, `NVIDIA H100 80GB HBM3`."""
     return ", ".join(sorted({d.device_kind for d in devices}))
+
+
+def host_processor() -> str:
+    """What decides the machine code that XLA makes for the CPU: architecture, instruction set, cores that may be used.
+
+    The instruction set is a digest of the flags that the system lists (Linux), else the processor's name.
+    """
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+    digest = hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:12]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.machine()} {digest} {cores} cores"
 
 
 def memory_kinds(device: jax.Device) -> tuple[str, ...]:

@@ -113,7 +113,12 @@ class Programs:
     # -- one device's share of each, under shard_map -----------------------------------------------------------------
 
     def _map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        def precise(*arguments: Any) -> Any:
+            # float32 means float32: accelerators would otherwise multiply in TF32 or in bfloat16 passes.
+            with jax.default_matmul_precision("highest" if self.num.dtype == "float32" else "default"):
+                return body(*arguments)
+
+        return jax.shard_map(precise, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _of(self, w: Mapping[str, Any]) -> dict[str, PartitionSpec]:
         return {k: self._specs[k] for k in w}

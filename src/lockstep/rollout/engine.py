@@ -15,8 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import jaxlib
 import numpy as np
 
+from lockstep.cluster.devices import host_processor
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages, padded_rows
 from lockstep.errors import CapacityError, ConfigError, DataError, ModelError, SyncError
 from lockstep.models.decoder import Numerics
@@ -39,9 +41,14 @@ def enough_pages(slots: int, max_positions: int, page_size: int) -> int:
 
 
 def make_fingerprint(tokenizer: Tokenizer, sampling: SamplingParams, num: Numerics, device_kinds: str) -> Fingerprint:
-    """Identity of everything but the weights that decides a recorded log-probability."""
+    """Identity of everything but the weights that decides a recorded log-probability.
+
+    device_kinds: of the rollout mesh. On the CPU the processor's instruction set and the number of cores belong to it:
+    they decide how XLA vectorises a loop and cuts a matrix product.
+    """
     decoding = [sampling.temperature, sorted(sampling.stop_ids), sampling.max_new_tokens]
-    numerics = [num.dtype, num.tile_rows, num.page_size, num.lora_scale, jax.__version__, device_kinds]
+    made_by = [jax.__version__, jaxlib.__version__, device_kinds, host_processor() if device_kinds == "cpu" else ""]
+    numerics = [num.dtype, num.tile_rows, num.page_size, num.lora_scale, *made_by]
     return Fingerprint(
         tokenizer.fingerprint, tokenizer.template_fingerprint, *(json_digest(v) for v in (decoding, numerics))
     )
