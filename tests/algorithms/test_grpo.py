@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.algorithms import ALGORITHMS, make_algorithm
+from lockstep.algorithms import ALGORITHMS
 from lockstep.algorithms.grpo import GRPO
 from lockstep.algorithms.losses import KLEstimator, Tokens, Totals
 from lockstep.config import AlgorithmConfig
 
 ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
+
+
+def grpo(**settings: Any) -> GRPO:
+    """As a recipe with these settings makes it."""
+    return GRPO.from_config(AlgorithmConfig(**settings))
 
 
 def batch(num_tokens: int, seed: int = 0, masked: tuple[int, ...] = ()) -> tuple[np.ndarray, Tokens, Totals]:
@@ -67,7 +72,7 @@ def by_formula(algorithm: GRPO, logp: np.ndarray, tokens: Tokens, totals: Totals
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.7])
 def test_loss_gradient_and_clip_fraction_are_the_formulas(estimator: KLEstimator, kl_coef: float) -> None:
-    algorithm = GRPO(0.2, 0.28, kl_coef, estimator)
+    algorithm = grpo(clip_low=0.2, clip_high=0.28, kl_coef=kl_coef, kl_estimator=estimator)
     logp, tokens, totals = batch(48, masked=(0, 7, 47))
     loss, metrics, gradient = value_and_grad(algorithm, logp, tokens, totals)
     expected_loss, expected_gradient, clip_fraction = by_formula(algorithm, logp, tokens, totals)
@@ -85,7 +90,7 @@ def test_loss_gradient_and_clip_fraction_are_the_formulas(estimator: KLEstimator
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_masked_slots_may_hold_anything(garbage: float, estimator: KLEstimator) -> None:
     """Bit for bit the same loss, gradient and metrics, whichever field the garbage is in, or all of them."""
-    algorithm = GRPO(kl_coef=0.3, kl_estimator=estimator)
+    algorithm = grpo(kl_coef=0.3, kl_estimator=estimator)
     logp, tokens, totals = batch(24, masked=(0, 1, 5, 11, 23))
     hidden = ~tokens.mask
 
@@ -106,14 +111,14 @@ def test_masked_slots_may_hold_anything(garbage: float, estimator: KLEstimator) 
 
 def test_on_policy_the_ratio_is_exactly_one_and_nothing_is_clipped() -> None:
     logp, tokens, totals = batch(32, masked=(3,))
-    _, metrics, gradient = value_and_grad(GRPO(), logp, tokens._replace(old_logp=logp), totals)
+    _, metrics, gradient = value_and_grad(grpo(), logp, tokens._replace(old_logp=logp), totals)
     assert metrics["ratio"] == 1.0 and metrics["clip_fraction"] == 0.0
     np.testing.assert_allclose(gradient, np.where(tokens.mask, -tokens.advantage / totals.tokens, 0), rtol=1e-6)
 
 
 def test_zero_advantage_gives_exactly_zero_gradient() -> None:
     logp, tokens, totals = batch(32)
-    loss, _, gradient = value_and_grad(GRPO(), logp, tokens._replace(advantage=np.zeros(32, np.float32)), totals)
+    loss, _, gradient = value_and_grad(grpo(), logp, tokens._replace(advantage=np.zeros(32, np.float32)), totals)
     assert loss == 0.0 and (gradient == 0.0).all()
 
 
@@ -122,21 +127,21 @@ def test_kl_in_the_loss_has_a_gradient() -> None:
     logp, tokens, totals = batch(12)
     flat = tokens._replace(advantage=np.zeros(12, np.float32))
     for estimator in ESTIMATORS:
-        gradient = value_and_grad(GRPO(kl_coef=0.5, kl_estimator=estimator), logp, flat, totals)[2]
+        gradient = value_and_grad(grpo(kl_coef=0.5, kl_estimator=estimator), logp, flat, totals)[2]
         assert (gradient != 0.0).all()
 
 
 def test_without_a_kl_term_the_reference_is_not_read() -> None:
     logp, tokens, totals = batch(12)
     spoiled = tokens._replace(ref_logp=np.full(12, np.nan, np.float32))
-    clean, dirty = (value_and_grad(GRPO(), logp, t, totals) for t in (tokens, spoiled))
+    clean, dirty = (value_and_grad(grpo(), logp, t, totals) for t in (tokens, spoiled))
     assert clean[0] == dirty[0] and (clean[2] == dirty[2]).all()
-    assert not GRPO().needs_reference and GRPO(kl_coef=1e-3).needs_reference
+    assert not grpo().needs_reference and grpo(kl_coef=1e-3).needs_reference
 
 
 def test_shares_of_micro_batches_add_up() -> None:
     """Global denominators: unequal parts of a batch, each with the whole batch's totals, sum to the whole."""
-    algorithm = GRPO(kl_coef=0.2)
+    algorithm = grpo(kl_coef=0.2)
     logp, tokens, totals = batch(30, masked=(4, 29))
     loss, metrics, gradient = value_and_grad(algorithm, logp, tokens, totals)
     cuts = [slice(0, 3), slice(3, 24), slice(24, 30)]
@@ -151,7 +156,7 @@ def test_shares_of_micro_batches_add_up() -> None:
 
 
 def test_permuting_tokens_permutes_the_gradient() -> None:
-    algorithm = GRPO(kl_coef=0.2)
+    algorithm = grpo(kl_coef=0.2)
     logp, tokens, totals = batch(30, masked=(4, 29))
     order = np.random.default_rng(1).permutation(30)
     loss, _, gradient = value_and_grad(algorithm, logp, tokens, totals)
@@ -169,14 +174,18 @@ def test_on_a_two_token_bandit_the_expected_gradient_is_the_policy_gradient(thet
     old = jax.nn.log_softmax(t)
     tokens = Tokens(np.ones(2, bool), old, np.zeros(2, np.float32), np.float32(p * reward), np.arange(2))
     one = Totals(np.float32(1), np.float32(1))
-    gradient = jax.grad(lambda x: GRPO().loss(jax.nn.log_softmax(x), tokens, one)[0])(t)
+    gradient = jax.grad(lambda x: grpo().loss(jax.nn.log_softmax(x), tokens, one)[0])(t)
     np.testing.assert_allclose(gradient, -p * (reward - (p * reward).sum()), atol=1e-6)
+
+
+def test_a_recipe_can_name_every_algorithm_and_no_other() -> None:
+    assert set(get_args(AlgorithmConfig.model_fields["name"].annotation)) == set(ALGORITHMS)
 
 
 def test_the_registry_makes_what_a_recipe_names() -> None:
     config = AlgorithmConfig(clip_low=0.1, clip_high=0.3, kl_coef=0.01, kl_estimator="k2", std_epsilon=1e-3)
-    assert make_algorithm(config) == GRPO(0.1, 0.3, 0.01, "k2", 1e-3)
-    assert ALGORITHMS[config.name] is GRPO
+    algorithm = ALGORITHMS[config.name].from_config(config)
+    assert algorithm == GRPO(0.1, 0.3, 0.01, "k2", 1e-3)
     rewards, ids = [1.0, 0.0, 0.5], ["a", "a", "b"]
     expected = 0.5 / (np.sqrt(0.5) + 1e-3)
-    np.testing.assert_allclose(make_algorithm(config).advantages(rewards, ids).advantages, [expected, -expected, 0.0])
+    np.testing.assert_allclose(algorithm.advantages(rewards, ids).advantages, [expected, -expected, 0.0])

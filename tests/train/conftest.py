@@ -17,6 +17,7 @@ from lockstep.algorithms.grpo import GRPO
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
+from lockstep.config import AlgorithmConfig
 from lockstep.models.decoder import Numerics
 from lockstep.models.init import init_params
 from lockstep.models.lora import LoraSpec, adapter_table
@@ -31,6 +32,11 @@ TEMPERATURE = 1.3
 FINGERPRINT = Fingerprint("tokenizer", "template", "decoding", "numerics")
 # vocabulary 60, width 12, 6 query heads of 4, MLP 20; everything is even, so that two devices can share it.
 PLAIN = ModelSpec("llama", 60, 12, 6, 2, 4, 20, (LayerKind(Rope(10000.0)),) * 2, 1e-5, 0.5, 512, tied_head=True)
+
+
+def grpo(**settings: Any) -> GRPO:
+    """As a recipe with these settings makes it."""
+    return GRPO.from_config(AlgorithmConfig(**settings))
 
 
 def random_tree(leaves: dict[str, Leaf], params: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
@@ -92,7 +98,7 @@ class Policy:
             self.programs,
             place(self.frozen, table, mesh) if self.frozen else {},
             place({**self.trainable, **replaced}, self.leaves, mesh),
-            algorithm or GRPO(),
+            algorithm or grpo(),
             optimizer or optax.chain(optax.trace(0.0), optax.scale(0.0)),
             schedule or optax.constant_schedule(1.0),
             exact=exact,
@@ -122,14 +128,14 @@ class Policy:
         trunks: Any = None,
     ) -> tuple[StepResult, dict[str, np.ndarray]]:
         """One step's result and gradient."""
-        trainer = self.keeper(algorithm or GRPO(kl_coef=0.2), exact)
+        trainer = self.keeper(algorithm or grpo(kl_coef=0.2), exact)
         result = trainer.step(batches, trajectories, 0, trunks)
         return result, {p: np.asarray(g) for p, g in trainer.optimizer_state[0].trace.items()}
 
     def recorded(self, trajectories: list[Trajectory], max_rows: int = 1024, noise: float = 0.0) -> list[Trajectory]:
         """The trajectories as this policy would have recorded them, moved by `noise` (nats, standard deviation)."""
         batches = self.micro_batches(trajectories, np.zeros(len(trajectories)), max_rows)
-        weights = SplitWeights.of(self.keeper(GRPO(kl_coef=0.2)).params, self.programs.spec.num_layers)
+        weights = SplitWeights.of(self.keeper(grpo(kl_coef=0.2)).params, self.programs.spec.num_layers)
         found: list[np.ndarray | None] = [None] * len(trajectories)
         for batch, flat in zip(batches, score(self.programs, weights, batches), strict=True):
             batch.scatter(flat, found)

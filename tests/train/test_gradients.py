@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from lockstep.algorithms.grpo import GRPO
+from lockstep.config import AlgorithmConfig
 from lockstep.models.decoder import reference_logits
 from lockstep.models.lora import LoraSpec
 from lockstep.models.spec import LayerKind, ModelSpec, Rope
@@ -38,6 +39,11 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "gemma, data x fsdp": ({"spec": GEMMA, "axes": (("data", 2), ("fsdp", 2))}, 1024),
     "lora on the last layer of qwen, fsdp": (LAST_LAYER, 16),
 }
+
+
+def grpo(**settings: Any) -> GRPO:
+    """As a recipe with these settings makes it."""
+    return GRPO.from_config(AlgorithmConfig(**settings))
 
 
 def plain_loss(policy, trajectories, advantages, beta):
@@ -84,7 +90,7 @@ def test_gradient_of_every_leaf_is_that_of_a_plain_loss(case: str, make_policy, 
     policy = make_policy(**made)
     noisy = policy.recorded(trajectories, max_rows, noise=0.3)
     batches = policy.micro_batches(noisy, advantages, max_rows)
-    result, got = policy.gradients(batches, noisy, GRPO(0.2, 0.28, kl_coef=0.2), exact=False)
+    result, got = policy.gradients(batches, noisy, grpo(clip_low=0.2, clip_high=0.28, kl_coef=0.2), exact=False)
     loss, expected = jax.jit(jax.value_and_grad(plain_loss(policy, noisy, advantages, 0.2)))(policy.trainable)
     assert 0.05 < result.metrics["clip_fraction"] < 0.95
     np.testing.assert_allclose(result.metrics["loss"], loss, rtol=1e-5)
@@ -170,7 +176,7 @@ def test_padding_changes_no_bit(garbage: float, plain, record, advantages, whole
 
 
 def test_zero_advantages_give_exactly_zero_gradients(plain, record) -> None:
-    result, gradient = plain.gradients(plain.micro_batches(record, np.zeros(len(record))), record, GRPO())
+    result, gradient = plain.gradients(plain.micro_batches(record, np.zeros(len(record))), record, grpo())
     assert result.metrics["loss"] == result.metrics["grad_norm"] == 0.0
     assert all((g == 0).all() for g in gradient.values())
 
@@ -183,7 +189,7 @@ def test_the_trunk_shortcut_changes_no_bit(make_policy, trajectories, advantages
     policy = make_policy(**LAST_LAYER)
     record = policy.recorded(trajectories, 16)
     batches = policy.micro_batches(record, advantages, 16)
-    trainer = policy.keeper(GRPO(kl_coef=0.2))
+    trainer = policy.keeper(grpo(kl_coef=0.2))
     assert trainer.first_layer == 1
     trunks = trainer.trunks(batches)
     assert trunks is not None and len(trunks) == len(batches) > 1
@@ -195,7 +201,7 @@ def test_the_trunk_shortcut_changes_no_bit(make_policy, trajectories, advantages
 
 
 def test_where_everything_trains_there_is_no_trunk(plain, record, advantages) -> None:
-    trainer = plain.keeper(GRPO(kl_coef=0.2))
+    trainer = plain.keeper(grpo(kl_coef=0.2))
     assert trainer.first_layer == 0 and trainer.trunks(plain.micro_batches(record, advantages)) is None
 
 

@@ -11,10 +11,15 @@ import optax
 import pytest
 
 from lockstep.algorithms.grpo import GRPO
-from lockstep.config import OptimConfig
+from lockstep.config import AlgorithmConfig, OptimConfig
 from lockstep.errors import LockstepError, MismatchError
 from lockstep.train.assembly import make_optimizer, make_schedule
 from lockstep.train.trainer import Trainer, first_trained_layer, mismatch
+
+
+def grpo(**settings: Any) -> GRPO:
+    """As a recipe with these settings makes it."""
+    return GRPO.from_config(AlgorithmConfig(**settings))
 
 
 def copy_of(tree: Any) -> list[bytes]:
@@ -47,7 +52,7 @@ def last_sample(plain, record, advantages) -> int:
 @pytest.fixture(scope="module")
 def adam(plain) -> Trainer:
     """An exact trainer with AdamW whose step is always refused; tests share it."""
-    return plain.trainer(GRPO(), optax.adamw(1e-2))
+    return plain.trainer(grpo(), optax.adamw(1e-2))
 
 
 # -- what stops a step -----------------------------------------------------------------------------------------------
@@ -95,7 +100,7 @@ def test_a_record_that_is_not_finite_is_refused(value: float, plain, record, adv
     wrong = list(record)
     wrong[last_sample] = replace(record[last_sample], logprobs=np.full_like(record[last_sample].logprobs, value))
     batches = plain.micro_batches(wrong, advantages, 16)
-    trainer = plain.keeper(GRPO(kl_coef=0.2), exact=False)
+    trainer = plain.keeper(grpo(kl_coef=0.2), exact=False)
     step_refused(trainer, batches, wrong, MismatchError, r"the recorded log-probability of token 0 .* is (nan|-inf)")
 
 
@@ -105,7 +110,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(plain, record, advantage
     bad = np.full_like(record[last_sample].logprobs, np.nan)
     wrong[last_sample] = replace(record[last_sample], reference_logprobs=bad)
     batches = plain.micro_batches(wrong, advantages, 16)
-    trainer = plain.keeper(GRPO(kl_coef=0.2))
+    trainer = plain.keeper(grpo(kl_coef=0.2))
     step_refused(trainer, batches, wrong, LockstepError, "norm of the gradient is nan.*No update was applied")
 
 
@@ -113,7 +118,7 @@ def test_a_kl_term_without_a_reference_is_our_own_mistake(plain, record, advanta
     bare = [replace(t, reference_logprobs=None) for t in record]
     batches = plain.micro_batches(bare, advantages, 16)
     with pytest.raises(AssertionError, match="needs reference log-probabilities"):
-        plain.keeper(GRPO(kl_coef=0.2)).step(batches, bare, 0)
+        plain.keeper(grpo(kl_coef=0.2)).step(batches, bare, 0)
 
 
 def test_micro_batches_of_other_trajectories_are_our_own_mistake(plain, adam, record, advantages) -> None:
@@ -195,9 +200,9 @@ def test_clipping_bounds_the_applied_update(limit: float, clipped: bool, plain, 
 def test_the_recipes_optimizer_clips_then_takes_an_adamw_step(plain, record, advantages) -> None:
     optim = OptimConfig(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-3, max_grad_norm=0.05)
     schedule = make_schedule(optim, 10)
-    trainer = plain.trainer(GRPO(), make_optimizer(optim, schedule), schedule)
+    trainer = plain.trainer(grpo(), make_optimizer(optim, schedule), schedule)
     batches = plain.micro_batches(record, advantages, 16)
-    result, gradient = plain.gradients(batches, record, GRPO())
+    result, gradient = plain.gradients(batches, record, grpo())
     assert trainer.step(batches, record, 0).metrics["grad_norm"] == result.metrics["grad_norm"] > 0.05
     scale = 0.05 / result.metrics["grad_norm"]
     mu = {p: np.asarray(m) for p, m in optax.tree.get(trainer.optimizer_state, "mu").items()}
@@ -242,7 +247,7 @@ def test_schedule_by_update_number(settings: dict[str, Any], expected: dict[int,
 
 def test_optimizer_state_lies_where_its_parameters_lie(make_policy, record, advantages) -> None:
     policy = make_policy(axes=(("fsdp", 4),))
-    trainer = policy.trainer(GRPO(), make_optimizer(OptimConfig(lr=1e-3), optax.constant_schedule(1e-3)))
+    trainer = policy.trainer(grpo(), make_optimizer(OptimConfig(lr=1e-3), optax.constant_schedule(1e-3)))
 
     def check() -> None:
         for moment in ("mu", "nu"):

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 
 from lockstep.algorithms.advantages import GroupAdvantages, group_z_scores
 from lockstep.algorithms.losses import KLEstimator, Tokens, Totals, clipped_surrogate, kl_estimate, masked
+from lockstep.config import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,15 @@ class GRPO:
     """clip_low, clip_high: the ratio stays within [1 - low, 1 + high]. kl_coef: beta; kl_estimator: see `losses`.
     std_epsilon: added to a group's standard deviation."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
-    std_epsilon: float = 1e-4
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+    kl_estimator: KLEstimator
+    std_epsilon: float
+
+    @classmethod
+    def from_config(cls, config: AlgorithmConfig) -> Self:
+        return cls(config.clip_low, config.clip_high, config.kl_coef, config.kl_estimator, config.std_epsilon)
 
     @property
     def needs_reference(self) -> bool:

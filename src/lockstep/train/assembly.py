@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lockstep.algorithms import make_algorithm
-from lockstep.cluster.devices import device_kinds
+from lockstep.algorithms import ALGORITHMS
+from lockstep.cluster.devices import default_memory, device_kinds, snapshot_memory
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place, shardings
@@ -160,32 +160,16 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
     model = load_model(config.model.name, config.model.dtype, say=say)
     task = make_task(config.task, model.tokenizer, config.run.seed)
     leaves = split_leaves(config, model.spec)
-    num = make_numerics(config, leaves.lora)
     sampling = SamplingParams(
         config.rollout.temperature, config.rollout.max_new_tokens, stop_ids(config, model.tokenizer)
     )
     longest = longest_sequence(config, model.spec)
-
-    actor = Programs(model.spec, num, dial.mesh("actor"), leaves.all)
-    frozen = place(model.params, leaves.frozen, actor.mesh) if leaves.frozen else {}
-    trainable = place(initial_trainable(model.params, leaves, config.run.seed), leaves.trains, actor.mesh)
-    if broken := not_finite({**frozen, **trainable}):
-        raise ModelError(
-            f"{model.source}: {len(broken)} leaves hold NaN or infinity: {listed(broken)}; the weights are damaged, "
-            "get them anew"
-        )
-    schedule = make_schedule(config.optim, config.run.steps)
-    trainer = Trainer(
-        actor, frozen, trainable, make_algorithm(config.algorithm), make_optimizer(config.optim, schedule), schedule,
-        exact=config.numerics.mode == "exact",
-    )  # fmt: skip
-    base_digests = leaf_digests(frozen)
-    rollout = actor
-    rollout_frozen, installed = frozen, trainable
-    if not dial.colocated("actor", "rollout"):
-        rollout = Programs(model.spec, num, dial.mesh("rollout"), leaves.all)
-        rollout_frozen, installed = _on_rollout(model, leaves, rollout, base_digests)
-    fingerprint = make_fingerprint(model.tokenizer, sampling, num, device_kinds(list(rollout.mesh.devices.flat)))
+    trainer = _trainer(config, dial, model, leaves)
+    base_digests = leaf_digests(trainer.frozen)
+    rollout, rollout_frozen, installed = _on_rollout(dial, model, leaves, trainer, base_digests)
+    fingerprint = make_fingerprint(
+        model.tokenizer, sampling, rollout.num, device_kinds(list(rollout.mesh.devices.flat))
+    )
     engine = Engine(
         rollout,
         slots=config.rollout.slots,
@@ -193,6 +177,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         num_pages=config.rollout.num_pages,
         fingerprint=fingerprint,
     )
+    reference_weights = trainer.frozen or trainer.trainable
     return Cluster(
         config=config,
         task=task,
@@ -201,16 +186,16 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         spec=model.spec,
         dial=dial,
         trainer=trainer,
-        geometry=_geometry(config, actor),
+        geometry=_geometry(config, trainer.programs),
         engine=engine,
         sampling=sampling,
         fingerprint=fingerprint,
-        reference=_reference(config, dial, model, (actor, frozen or trainable), (rollout, rollout_frozen)),
+        reference=_reference(config, dial, model, (trainer.programs, reference_weights), (rollout, rollout_frozen)),
         sync=WeightSync(leaves.trains, shardings(leaves.trains, rollout.mesh), base=base_digests),
         rollout_frozen=rollout_frozen,
         installed=installed,
         source=model.source,
-        model_digest=tree_digest(base_digests or leaf_digests(trainable)),
+        model_digest=tree_digest(base_digests or leaf_digests(trainer.trainable)),
     )
 
 
@@ -236,15 +221,38 @@ def _all_finite(leaf: jax.Array) -> jax.Array:
     return jnp.isfinite(leaf).all()
 
 
+def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit) -> Trainer:
+    """The actor: weights on its mesh, algorithm and optimizer. Raises ModelError for weights that are not finite."""
+    programs = Programs(model.spec, make_numerics(config, leaves.lora), dial.mesh("actor"), leaves.all)
+    frozen = place(model.params, leaves.frozen, programs.mesh) if leaves.frozen else {}
+    trainable = place(initial_trainable(model.params, leaves, config.run.seed), leaves.trains, programs.mesh)
+    if broken := not_finite({**frozen, **trainable}):
+        raise ModelError(
+            f"{model.source}: {len(broken)} leaves hold NaN or infinity: {listed(broken)}; the weights are damaged, "
+            "get them anew"
+        )
+    algorithm = ALGORITHMS[config.algorithm.name].from_config(config.algorithm)
+    schedule = make_schedule(config.optim, config.run.steps)
+    optimizer = make_optimizer(config.optim, schedule)
+    exact = config.numerics.mode == "exact"
+    return Trainer(programs, frozen, trainable, algorithm, optimizer, schedule, exact=exact)
+
+
 def _on_rollout(
-    model: LoadedModel, leaves: LeafSplit, rollout: Programs, base_digests: Mapping[str, str]
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Frozen and trained leaves on a rollout mesh of its own. The frozen ones cross once, here, and are verified like
-    any sync; the trained ones start as zeros, so that a sync that does not arrive cannot go unnoticed."""
+    dial: Dial, model: LoadedModel, leaves: LeafSplit, trainer: Trainer, base_digests: Mapping[str, str]
+) -> tuple[Programs, dict[str, jax.Array], dict[str, jax.Array]]:
+    """The sampler's programs, frozen leaves and trained leaves: the actor's own where the two roles share a mesh.
+
+    On a mesh of its own the frozen ones cross once, here, and are verified like any sync; the trained ones start as
+    zeros, so that a sync that does not arrive cannot go unnoticed.
+    """
+    if dial.colocated("actor", "rollout"):
+        return trainer.programs, trainer.frozen, trainer.trainable
+    rollout = Programs(model.spec, trainer.programs.num, dial.mesh("rollout"), leaves.all)
     frozen = place(model.params, leaves.frozen, rollout.mesh) if leaves.frozen else {}
     check_same(base_digests, leaf_digests(frozen), "actor", "rollout")
     blank = {path: np.zeros(leaf.shape, TRAINABLE_DTYPE) for path, leaf in leaves.trains.items()}
-    return frozen, place(blank, leaves.trains, rollout.mesh)
+    return rollout, frozen, place(blank, leaves.trains, rollout.mesh)
 
 
 def _geometry(config: Config, programs: Programs) -> Geometry:
@@ -287,15 +295,32 @@ def device_bytes(tree: Any) -> int:
     return max(held.values(), default=0)
 
 
+def snapshot_column(device: jax.Device) -> str:
+    """What the snapshot's bytes are listed under: they may lie in the host's memory, not the device's."""
+    memory = snapshot_memory(device)
+    return "snapshot" if memory == default_memory(device) else f"snapshot ({memory})"
+
+
 def bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
-    """What each role holds on each of its devices, measured from the arrays. An alias counts only what it adds."""
+    """What each role holds on each of its devices, measured from the arrays. An alias counts only what it adds.
+
+    Two columns come and go within a step, and are of the trained leaves' layout: `gradients`, the sum so far and one
+    micro-batch's share of it; `staged`, the new tree of a sync beside the installed one. Activations are not counted.
+    """
     trainer, dial = cluster.trainer, cluster.dial
+    trained = device_bytes(trainer.trainable)
     held = {
-        "actor": {"parameters": device_bytes(trainer.params), "optimizer": device_bytes(trainer.optimizer_state)},
+        "actor": {
+            "parameters": device_bytes(trainer.params),
+            "optimizer": device_bytes(trainer.optimizer_state),
+            "gradients": 2 * trained,
+            snapshot_column(dial.mesh("actor").devices.flat[0]): trained,
+        },
         "rollout": {"kv": cluster.engine.kv_bytes_per_device()},
     }
     if not dial.colocated("actor", "rollout"):
         held["rollout"]["parameters"] = device_bytes((cluster.rollout_frozen, cluster.installed))
+        held["rollout"]["staged"] = device_bytes(cluster.installed)
     if cluster.reference is not None:
         weights = cluster.reference.weights
         # The initial weights of a full-parameter run are the actor's own, yet only until the first update.

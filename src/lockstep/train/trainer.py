@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithms.base import Algorithm
 from lockstep.algorithms.losses import Tokens, Totals
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.errors import LockstepError, MismatchError
@@ -65,14 +65,14 @@ class Trainer:
         programs: Programs,
         frozen: Mapping[str, jax.Array],
         trainable: Mapping[str, jax.Array],
-        algorithm: GRPO,
+        algorithm: Algorithm,
         optimizer: optax.GradientTransformation,
         schedule: optax.Schedule,
         *,
         exact: bool,
     ) -> None:
         self.programs, self.algorithm, self.exact = programs, algorithm, exact
-        self._frozen, self.trainable = dict(frozen), dict(trainable)
+        self.frozen, self.trainable = dict(frozen), dict(trainable)
         self._schedule = schedule
         self.first_layer = first_trained_layer(trainable)
         self._names = frozenset(trainable)
@@ -101,14 +101,14 @@ class Trainer:
 
     @property
     def params(self) -> dict[str, jax.Array]:
-        return {**self._frozen, **self.trainable}
+        return {**self.frozen, **self.trainable}
 
     def trunks(self, batches: Sequence[MicroBatch]) -> list[jax.Array] | None:
         """Input of the first trained layer per micro-batch: the part of the network that no update changes, so that
         the reference and the actor need it once. None where everything trains."""
         if not self.first_layer:
             return None
-        weights = SplitWeights.of(self._frozen, self.programs.spec.num_layers)
+        weights = SplitWeights.of(self.frozen, self.programs.spec.num_layers)
         put = [self.programs.put_rows(b.rows) for b in batches]
         return [last_state(self.programs, weights, rows, 0, self.first_layer) for rows in put]
 
