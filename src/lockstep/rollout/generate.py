@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -34,18 +34,19 @@ def generate(
     stop: Sequence[str],
     numerics_mode: str,
     dtype: str = "float32",
+    say: Callable[[str], None] | None = None,
 ) -> list[Trajectory]:
     """`samples` completions of every prompt, in order, with text and recorded log-probabilities.
 
     model: a known name or a folder. chat: each prompt is a user turn in the model's own template. stop: texts of
-    exactly one token each; the model's end-of-sequence ids always stop. numerics_mode: `exact` or `fast`. Raises a
-    LockstepError for a model, prompt or stop text that cannot be used.
+    exactly one token each; the model's end-of-sequence ids always stop. numerics_mode: `exact` or `fast`. say: told
+    what takes long, such as a download. Raises a LockstepError for a model, prompt or stop text that cannot be used.
     """
     if not prompts:
         raise ConfigError("generate: no prompts were given; pass at least one")
     if numerics_mode not in ("exact", "fast"):
         raise ConfigError(f"generate: numerics mode {numerics_mode!r} is not known; use exact or fast")
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, say=say)
     tokenizer, spec = loaded.tokenizer, loaded.spec
     made = []
     for number, text in enumerate(prompts):
