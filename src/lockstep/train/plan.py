@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from lockstep.cluster.mesh import Dial, format_bytes
@@ -12,7 +13,14 @@ from lockstep.models.catalog import load_spec
 from lockstep.models.spec import Leaf, ModelSpec, leaf_table, num_parameters
 from lockstep.rollout.engine import enough_pages
 from lockstep.sync.transfer import plan_leaf
-from lockstep.train.assembly import TRAINABLE_DTYPE, LeafSplit, longest_sequence, measures_kl, split_leaves
+from lockstep.train.assembly import (
+    TRAINABLE_DTYPE,
+    LeafSplit,
+    longest_sequence,
+    measures_kl,
+    snapshot_column,
+    split_leaves,
+)
 
 
 def describe(config: Config) -> str:
@@ -31,6 +39,7 @@ def describe(config: Config) -> str:
             f"{TRAINABLE_DTYPE})",
             "",
             dial.describe(sizes, leaves.all),
+            "gradients and staged copies are held for part of each step; activations come on top and are not counted",
             "",
             _sync_cost(dial, leaves.trains),
         ]
@@ -38,11 +47,12 @@ def describe(config: Config) -> str:
 
 
 def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit) -> dict[str, dict[str, int]]:
-    """Bytes per device and role, by the rules that place the arrays. An alias counts only what it adds.
+    """Bytes per device and role, by the rules that place the arrays: the columns of `assembly.bytes_per_role`.
 
     Raises ConfigError if the model has too few positions for the recipe.
     """
-    compute, master = np.dtype(_numpy(config.model.dtype)).itemsize, np.dtype(TRAINABLE_DTYPE).itemsize
+    # jax's reading of the names: numpy alone knows no bfloat16.
+    compute, master = jnp.dtype(config.model.dtype).itemsize, jnp.dtype(TRAINABLE_DTYPE).itemsize
 
     def parameters(role: str) -> int:
         axes = dial.role(role).axes
@@ -50,24 +60,30 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
 
     actor = dial.role("actor").axes
     # Adam's two moments, its counter, and the schedule's.
-    moments = 2 * bytes_per_device(leaves.trains, actor, master) + 2 * np.dtype(np.int32).itemsize
+    trained = bytes_per_device(leaves.trains, actor, master)
+    moments = 2 * trained + 2 * np.dtype(np.int32).itemsize
     longest = longest_sequence(config, spec)
     pages = config.rollout.num_pages or enough_pages(config.rollout.slots, longest, config.rollout.page_size)
     rows = pages * config.rollout.page_size + 1
     kv = 2 * spec.num_layers * rows * spec.num_kv_heads * spec.head_dim * compute
-    sizes = {"actor": {"parameters": parameters("actor"), "optimizer": moments}, "rollout": {"kv": kv}}
+    sizes = {
+        "actor": {
+            "parameters": parameters("actor"),
+            "optimizer": moments,
+            "gradients": 2 * trained,
+            snapshot_column(dial.mesh("actor").devices.flat[0]): trained,
+        },
+        "rollout": {"kv": kv},
+    }
     if not dial.colocated("actor", "rollout"):
         sizes["rollout"]["parameters"] = parameters("rollout")
+        sizes["rollout"]["staged"] = bytes_per_device(leaves.trains, dial.role("rollout").axes, master)
     shares_frozen = leaves.frozen and any(dial.colocated(role, "reference") for role in ("actor", "rollout"))
     if measures_kl(config) and not shares_frozen:
         # What the actor trains, a reference on its mesh keeps as it was before the first update.
         kept = (leaves.trains, master) if dial.colocated("actor", "reference") else (leaf_table(spec), compute)
         sizes["reference"] = {"parameters": bytes_per_device(kept[0], dial.role("reference").axes, kept[1])}
     return {role: sizes[role] for role in ROLES if role in sizes}
-
-
-def _numpy(dtype: str) -> str:
-    return "uint16" if dtype == "bfloat16" else dtype  # of equal size; numpy alone has no bfloat16
 
 
 def _sync_cost(dial: Dial, trains: dict[str, Leaf]) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import pytest
 
+from lockstep.cluster.devices import default_memory
 from lockstep.config import parse_config
 from lockstep.errors import ConfigError
 from lockstep.models.catalog import load_spec
 from lockstep.models.hf import save_folder
 from lockstep.models.init import init_params
 from lockstep.models.spec import num_parameters
-from lockstep.train.assembly import build, bytes_per_role, split_leaves
+from lockstep.train.assembly import build, bytes_per_role, device_bytes, snapshot_column, split_leaves
 from lockstep.train.plan import describe, planned_bytes
 
 APART = "--cluster={actor = {fsdp = 2, tensor = 2}, rollout = {data = 2}, reference = {tensor = 2}}"
@@ -50,6 +52,37 @@ def test_planned_bytes_are_the_arrays_bytes(kit, untied, tmp_path, name: str) ->
     assert planned_bytes(config, cluster.dial, spec, split_leaves(config, spec)) == bytes_per_role(cluster)
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_snapshot_gradients_and_staged_copies_are_as_large_as_said(opened, kit, tmp_path, monkeypatch, everything):
+    """Measured where they exist: gradients as they are added up, the new tree as it is installed."""
+    trains = ["--lora=none"] if everything else []
+    config = kit.config(tmp_path, APART, "--run.steps=1", "--train.micro_batch_rows=16", *trains)
+    seen: dict[str, int] = {}
+    with opened(config) as loop:
+        cluster = loop.cluster
+        said, add, push = bytes_per_role(cluster), cluster.trainer._add, cluster.sync.push
+
+        def counted_add(total, more):
+            seen["gradients"] = device_bytes((total, more))
+            return add(total, more)
+
+        def counted_push(number, trainable, installed):
+            staged, receipt = push(number, trainable, installed)
+            assert not {id(a) for a in staged.values()} & {id(a) for a in installed.values()}
+            seen["staged"] = device_bytes(staged)
+            return staged, receipt
+
+        monkeypatch.setattr(cluster.trainer, "_add", counted_add)
+        monkeypatch.setattr(cluster.sync, "push", counted_push)
+        loop.start()
+        loop.step()
+        kept = device_bytes(loop.snapshot.restore())
+        column = snapshot_column(jax.devices()[0])
+        assert loop.snapshot.memory in column or loop.snapshot.memory == default_memory(jax.devices()[0])
+    assert seen == {"gradients": said["actor"]["gradients"], "staged": said["rollout"]["staged"]}
+    assert kept == said["actor"][column]
+
+
 def test_the_plan_is_printed(kit, tmp_path) -> None:
     config = kit.config(tmp_path, APART)
     text = describe(config)
@@ -58,6 +91,7 @@ def test_the_plan_is_printed(kit, tmp_path) -> None:
     assert f"{num_parameters(load_spec(config.model.name)):,} parameters, 3 layers, float32; 1,856 parameters" in text
     rows = {line.split()[0]: line for line in text.splitlines() if line.startswith(("role", "actor", "roll", "ref"))}
     assert "parameters/device" in rows["role"] and "kv/device" in rows["role"]
+    assert "gradients/device" in rows["role"] and "staged/device" in rows["role"] and "snapshot" in rows["role"]
     assert "fsdp=2 tensor=2" in rows["actor"] and "0-3" in rows["actor"] and "4-5" in rows["rollout"]
     assert "8 of 8 devices used" in text
 
