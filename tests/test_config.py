@@ -214,8 +214,11 @@ def test_a_bad_value_is_refused_in_words(overrides: str, words: str) -> None:
 
 
 BAD_PAIRS = [
-    ("--rollout.temperature 0", ["`rollout.temperature` = 0", "every sample of a group the same", "use 1.0"]),
-    ("--rollout.samples 1", ["`rollout.samples` = 1", "a group of one", "at least 2"]),
+    (
+        "--rollout.temperature 0",
+        ["`rollout.temperature`: expected a number > 0; got 0", "every sample of a group is the same", "use 1.0"],
+    ),
+    ("--rollout.samples 1", ["`rollout.samples`: expected a whole number >= 2; got 1; a group of one is its own mean"]),
     ("--rollout.slots 100", ["not a multiple of `numerics.tile_rows` = 32", "use 96 or 128"]),
     ("--rollout.slots 8", ["`rollout.slots` = 8", "use 32"]),
     ("--rollout.num_pages 39", ["512", "128 = 640 tokens take 40 pages of 16", "use at least 40"]),
@@ -259,7 +262,7 @@ def test_all_problems_are_reported_at_once() -> None:
     message = refused("--optim.lr -1 --run.steps 0 --lora.rank 0")
     assert message.startswith("small.toml: 3 problems\n  - ")
     assert all(key in message for key in ("`optim.lr`", "`run.steps`", "`lora.rank`"))
-    message = refused("--rollout.temperature 0 --rollout.samples 1 --optim.warmup_steps 9")
+    message = refused("--rollout.slots 100 --train.select_count 1 --optim.warmup_steps 9")
     assert message.startswith("small.toml: 3 problems\n")
     message = refused("--optim.lrr 1 --rum.steps 2 --optim.lr x")
     assert message.startswith("command line: 3 problems\n")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lockstep.config import Config, load_config
-from lockstep.progress import Progress, mismatch_text, shares, sparkline
+from lockstep.progress import Progress, groups_text, mismatch_text, shares, sparkline
 from lockstep.text import duration, sanitize
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "addition.toml"
@@ -25,7 +25,7 @@ SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return load_config(RECIPE, [])
+    return load_config(RECIPE, ["--run.steps=25"])
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +97,26 @@ def test_one_plain_line_per_step_elsewhere(config: Config, tmp_path: Path) -> No
     for text in [*NUMBERS, "kl/k3", "step 2/25", "7.0s"]:
         assert text in lines[2], text
     assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("counted", "words"),
+    [
+        ({"groups/zero_variance": 9, "groups/total": 16, "rewards/failed": 2}, "flat groups 9/16  failed 2"),
+        ({"groups/zero_variance": 0, "groups/total": 16, "rewards/failed": 0}, "flat groups 0/16"),
+        ({"groups/zero_variance": 3}, "flat groups 3"),
+        ({"rewards/failed": 1}, "failed 1"),
+        ({}, ""),
+    ],
+)
+def test_groups_without_signal_and_failures_are_shown(
+    config: Config, tmp_path: Path, counted: dict[str, int], words: str
+) -> None:
+    assert groups_text(record(1, **counted)) == words
+    line = shown(config, tmp_path, [record(1, **counted)]).splitlines()[1]
+    panel = last_panel(shown(config, tmp_path, [record(1, **counted)], force_terminal=True, width=100))
+    for text in (line, panel):
+        assert words in text and ("flat" in text, "failed" in text) == ("flat" in words, "failed" in words)
 
 
 def test_dumb_terminals_get_lines(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ import pytest
 
 from lockstep import store
 from lockstep.environment import write_environment
+from lockstep.config import load_config
 from lockstep.errors import CheckpointError
 from lockstep.metrics import StepLog
 from lockstep.report import write_report
 from lockstep.types import Fingerprint, Prompt, Trajectory
 
-RECIPE = (Path(__file__).parents[1] / "recipes" / "addition.toml").read_text()
+RECIPE = load_config(Path(__file__).parents[1] / "recipes" / "addition.toml", ["--run.steps=25"]).to_toml()
 NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e &amp; {{ 7 * 7 }}"
 
 

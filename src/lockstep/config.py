@@ -19,7 +19,7 @@ from pydantic import model_validator
 
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
-from lockstep.schema import REQUIRED, Problems, Section, key, literal, plain, validate
+from lockstep.schema import REQUIRED, Problems, Section, key, plain, validate
 from lockstep.sections import (
     ROLES,
     AlgorithmConfig,
@@ -99,16 +99,6 @@ def _misfits(config: Config) -> Iterator[str]:
         f"task.max_prompt_tokens + rollout.max_new_tokens = {config.task.max_prompt_tokens} + {rollout.max_new_tokens} "
         f"= {length}"
     )
-    if rollout.temperature == 0:
-        yield (
-            "`rollout.temperature` = 0 makes every sample of a group the same, so no advantage is left to train on; "
-            "use 1.0, or another value above 0"
-        )
-    if rollout.samples < 2:
-        yield (
-            f"`rollout.samples` = {rollout.samples} with algorithm {literal(algorithm.name)}: a group of one is its "
-            "own mean, so its advantage is always 0 and nothing is learnt; use at least 2, better 8"
-        )
     tile = numerics.tile_rows
     if numerics.mode == "exact" and rollout.slots % tile:
         near = sorted({max(rollout.slots // tile, 1) * tile, (rollout.slots // tile + 1) * tile})

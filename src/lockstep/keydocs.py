@@ -36,7 +36,7 @@ def _table(section: type[Section], kind: type[Section], places: list[str], rows:
     lines = [
         "### " + ", ".join(f"`[{place}]`" for place in places),
         "",
-        kind.__doc__ or field.description or "",
+        " ".join((kind.__doc__ or "").split()) or field.description or "",
         "",
         "| key | value | default | meaning |",
         "|---|---|---|---|",

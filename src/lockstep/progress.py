@@ -2,7 +2,7 @@
 
     with Progress(config, run_dir) as progress:
         progress.phase("generate")
-        progress.event("group task/0/3 dropped: reward raised ValueError", warning=True)
+        progress.event("3 of 128 samples dropped: reward raised ValueError", warning=True)
         progress.step(record, sample="36 + 21 = 57")
 
 Colour is off under `NO_COLOR`, on dumb terminals and in pipes; blocks become ASCII where the output cannot encode them.
@@ -79,7 +79,8 @@ class Progress:
         self._phase = (name, time.monotonic())
 
     def event(self, message: str, *, warning: bool = False) -> None:
-        """Show something, keep it in `log.txt`: a resume, a compilation; as a warning: a failure, a dropped sample."""
+        """Show something, keep it in `log.txt`: what the data is, a resume; as a warning: dropped samples, what stopped
+        the run."""
         line = sanitize(message)
         with open(self._run_dir / "log.txt", "a", encoding="utf-8") as log:
             log.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}\n")
@@ -125,6 +126,7 @@ class Progress:
         rows: list[tuple[str, RenderableType]] = [
             ("reward", Text.assemble((_fixed(record.get("reward")), "bold green"), curve, (first, "dim"))),
             ("policy", Text.assemble(policy, "   ", (mismatch_text(record), _mismatch_style(record)))),
+            *([("groups", Text(groups))] if (groups := groups_text(record)) else []),
             ("time", Group(*self._time_rows(record, width, ascii_only))),
             (
                 "speed",
@@ -173,11 +175,12 @@ class Progress:
 def plain_line(record: Mapping[str, Any], steps: int, remaining_s: float | None) -> str:
     """One step as one line of text, made of the panel's numbers."""
     kl_name, kl = kl_of(record)
+    groups = groups_text(record)
     phases = " ".join(f"{p} {duration(record.get(f'time/{p}_s'))}" for p in PHASES)
     return (
         f"step {record.get('step', '-')}/{steps}  reward {_fixed(record.get('reward'))}  {kl_name} {_short(kl)}  "
         f"length {_short(record.get('completion_length'))}  policy v{record.get('policy_version', '-')}  "
-        f"{mismatch_text(record)}  loss {_short(record.get('loss'))}  "
+        f"{mismatch_text(record)}  {groups + '  ' if groups else ''}loss {_short(record.get('loss'))}  "
         f"{duration(record.get('time/step_s'))} ({phases})  {tokens_per_second(record)}  ETA {duration(remaining_s)}"
     )
 
@@ -223,6 +226,18 @@ def mismatch_text(record: Mapping[str, Any]) -> str:
     if value is None:
         return "mismatch -"
     return "mismatch 0" if value == 0 else f"mismatch {value:.2g} nats at most"
+
+
+def groups_text(record: Mapping[str, Any]) -> str:
+    """`flat groups 9/16` (of equal rewards, which teach nothing) and, when there are any, `failed 2` (completions
+    without a reward); empty when neither was counted."""
+    flat, total, failed = (record.get(k) for k in ("groups/zero_variance", "groups/total", "rewards/failed"))
+    parts = []
+    if flat is not None:
+        parts.append(f"flat groups {flat}" if total is None else f"flat groups {flat}/{total}")
+    if failed:
+        parts.append(f"failed {failed}")
+    return "  ".join(parts)
 
 
 def _mismatch_style(record: Mapping[str, Any]) -> str:

@@ -56,13 +56,17 @@ PathRule = Literal["no", "always", "marked"]
 REQUIRED: Any = PydanticUndefined
 
 
-def key(default: Any, description: str, *, also: tuple[str, ...] = (), path: PathRule = "no", **limits: Any) -> Any:
+def key(
+    default: Any, description: str, *, also: tuple[str, ...] = (), path: PathRule = "no", why: str = "", **limits: Any
+) -> Any:
     """A key of a section, for its class body.
 
     also: what other systems call it, for suggestions. path: made absolute on loading; `marked`: only when it contains
-    a `/` or starts with `.` or `~`, else it is a name. limits: ge, gt, le, lt, min_length, pattern.
+    a `/` or starts with `.` or `~`, else it is a name. why: said when a value is beyond the limits. limits: ge, gt, le,
+    lt, min_length, pattern.
     """
-    return Field(default, description=description, json_schema_extra={"also": list(also), "path": path}, **limits)
+    extra: dict[str, Any] = {"also": list(also), "path": path, "why": why}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 @dataclass(frozen=True)
@@ -311,10 +315,21 @@ def _sentence(section: type[Section], loc: list[Any], path: str, detail: ErrorDe
         annotation, metadata = get_args(annotation)[0], []
     got = detail["input"]
     words = f"`{path}`: expected {expected(annotation, metadata)}; got {literal(got)}"
+    if detail["type"] in _BEYOND:
+        words += _why(field)
     allowed = [v for m in members(annotation) if get_origin(m) is Literal for v in get_args(m)]
     if isinstance(got, str) and allowed:
         return words + did_you_mean(got, allowed, show=literal)
     return words + (" (text)" if isinstance(got, str) and not accepts_text(annotation) else "")
+
+
+_BEYOND = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "string_too_short")
+
+
+def _why(field: FieldInfo) -> str:
+    """Why the key has its limits, as the end of a sentence; nothing where that needs no words."""
+    extra = field.json_schema_extra
+    return f"; {extra['why']}" if isinstance(extra, dict) and extra.get("why") else ""
 
 
 def _dotted(loc: list[Any]) -> str:

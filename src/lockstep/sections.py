@@ -29,7 +29,12 @@ class RunConfig(Section):
     dir: str = key("runs", "Folder that holds the runs; relative to where the command is run.", also=("output_dir",))
     seed: Int = key(0, "Every random draw of the run is derived from it.", ge=0, lt=2**31)
     steps: Int = key(REQUIRED, "Training steps.", ge=1, also=("max_steps", "num_steps", "total_steps"))
-    checkpoint_every: Int = key(0, "Steps between checkpoints; 0: only at the end.", ge=0, also=("save_steps",))
+    checkpoint_every: Int = key(
+        10,
+        "Steps between checkpoints: a run that is killed loses at most so many. 0: only at the end.",
+        ge=0,
+        also=("save_steps",),
+    )
 
     @property
     def path(self) -> Path:
@@ -40,8 +45,8 @@ class RunConfig(Section):
 class ModelConfig(Section):
     name: str = key(
         REQUIRED,
-        "A known name (`lockstep models`), or a folder in Hugging Face layout: a value with a `/` or a leading `.` "
-        "or `~` is a folder, relative to the recipe.",
+        "A known name (`lockstep models`), a folder in Hugging Face layout or a `.gguf` file: a value with a `/` or a "
+        "leading `.` or `~` is a path, relative to the recipe.",
         path="marked",
         min_length=1,
         also=("path", "model_name_or_path", "model_path"),
@@ -70,11 +75,17 @@ class LoraConfig(Section):
 
 
 class MeshConfig(Section):
-    """The shape of a mesh: the product of its axes is the number of its devices. The axes may be mixed freely."""
+    """The shape of a mesh: the product of its axes is the number of its devices. The axes may be mixed freely. Each
+    device computes its own rows of the batch with whole matrices, gathered where they are used: `fsdp` and `tensor`
+    split what is stored, not the matrix products."""
 
-    data: Int = key(1, "Devices that hold copies and split the batch.", ge=1)
-    fsdp: Int = key(1, "Devices that split the weights and the batch.", ge=1)
-    tensor: Int = key(1, "Devices that split each matrix multiplication.", ge=1)
+    data: Int = key(1, "Devices that hold copies of the weights; they split the batch.", ge=1)
+    fsdp: Int = key(1, "Devices that split the storage of the weights by model width; they split the batch.", ge=1)
+    tensor: Int = key(
+        1,
+        "Devices that split the storage of the weights by heads, MLP width and vocabulary; they split the batch.",
+        ge=1,
+    )
 
     @property
     def size(self) -> int:
@@ -284,12 +295,21 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     prompts: Int = key(16, "Prompts (groups) per step.", ge=1, also=("batch_size", "prompts_per_step"))
     samples: Int = key(
-        8, "Completions per prompt (size of a group).", ge=1, also=("num_generations", "group_size", "n", "num_samples")
+        8,
+        "Completions per prompt (size of a group).",
+        ge=2,
+        why="a group of one is its own mean, so its advantage is always 0 and nothing is learnt; 8 is usual",
+        also=("num_generations", "group_size", "n", "num_samples"),
     )
     max_new_tokens: Int = key(
         128, "Completion tokens at most, the stop token included.", ge=1, also=("max_tokens", "max_completion_length")
     )
-    temperature: Float = key(1.0, "Samples are drawn from softmax(logits / temperature).", ge=0)
+    temperature: Float = key(
+        1.0,
+        "Samples are drawn from softmax(logits / temperature).",
+        gt=0,
+        why="at 0 every sample of a group is the same, so no advantage is left to train on; use 1.0",
+    )
     stop: tuple[Annotated[str, Expects("text, not empty")], ...] = key(
         (),
         "Texts that end a completion, each exactly one token; the model's end tokens always do.",

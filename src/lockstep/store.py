@@ -67,7 +67,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("text", pa.string(), False, "completion decoded, special tokens skipped", lambda t: t.text),
     Column("reward", pa.float64(), False, "weighted sum of the rewards; NaN when scoring failed", lambda t: t.reward),
     Column("failed", pa.string(), True, "why there is no reward; null = there is one", lambda t: t.failed),
-    Column("generate_s", pa.float64(), False, "seconds from admission to finish", lambda t: t.generate_s),
+    Column("generate_s", pa.float64(), False, "seconds from submission to finish", lambda t: t.generate_s),
     Column("fingerprint_tokenizer", pa.string(), False, "hash of the tokenizer", lambda t: t.fingerprint.tokenizer),
     Column("fingerprint_template", pa.string(), False, "hash of the chat template", lambda t: t.fingerprint.template),
     Column("fingerprint_decoding", pa.string(), False, "hash of the decoding rules", lambda t: t.fingerprint.decoding),

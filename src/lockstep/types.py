@@ -83,7 +83,7 @@ class Trajectory:
       prompt_ids [P] int32, completion_ids [T] int32 (a final stop token included), logprobs [T] float32 (nats, under
       the distribution sampled from), versions [T] int32 (policy number that computed each log-probability),
       finish_reason, seed (of this request), group_id (its prompt's id), index (0..samples-1 within the group),
-      fingerprint, generate_s (seconds from admission to finish).
+      fingerprint, generate_s (seconds from submission to finish).
     Filled by the environment: text (completion decoded, special tokens skipped), rewards (by reward name) and
       reward (their weighted sum); `failed` says why there is no reward, then reward is NaN.
     Filled by scoring: reference_logprobs [T] float32 or None.

@@ -229,7 +229,9 @@ def _quantities(run: RunData) -> list[Quantity]:
     return [
         *([Quantity("Rewards by name", "mean, before weights", rewards)] if len(rewards) > 1 else []),
         *(
-            Quantity("KL to the reference", f"estimator {key.removeprefix('kl/')}, nats per token", {key: "KL"})
+            Quantity(
+                "KL to the reference", f"estimator {key.removeprefix('kl/')}, nats per token trained on", {key: "KL"}
+            )
             for key in run.names("kl/")
         ),
         Quantity("Completion length", "tokens, mean", {"completion_length": "length"}),
@@ -249,7 +251,6 @@ def _quantities(run: RunData) -> list[Quantity]:
         Quantity("How completions end", "completions", ends),
         Quantity("Reward spread", "standard deviation within a step", {"reward_std": "std"}),
         Quantity("Rewards failed", "completions without a reward", {"rewards/failed": "failed"}),
-        Quantity("Entropy", "nats per token", {"entropy": "entropy"}),
         Quantity("Learning rate", "", {"lr": "lr"}),
     ]
 
@@ -273,7 +274,9 @@ def _time_figure(run: RunData) -> Figure:
     parts = [Series(phase, column, f"p-{phase}") for phase, column in _phase_columns(run).items()]
     chart = stacked_bars("Seconds per step by phase", _steps(run), parts)
     legend = tuple((f"bar {p.style}", p.label) for p in parts)
-    return Figure("Where the time went", "seconds per step", _last(run.column("time/step_s")), chart, legend)
+    note = "wait: what no phase accounts for, such as writing the step's files and the checkpoint before it."
+    note = note if any(p.label == "wait" for p in parts) else ""
+    return Figure("Where the time went", "seconds per step", _last(run.column("time/step_s")), chart, legend, note)
 
 
 def _time_shares(run: RunData) -> list[tuple[str, float, float]]:
