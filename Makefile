@@ -1,32 +1,40 @@
 # make demo    train a small model to add two-digit numbers (about 5 minutes on two cores)
 # make test    lint, types, tests
 #
-# Needs Python 3.11 or newer and a package index, nothing else; everything goes into .venv and .cache of this folder.
+# Needs Python 3.11 or newer and a package index, nothing else; everything goes into .venv, .venvs, .cache and runs of
+# this folder.
 # Another interpreter: make PYTHON=/path/to/python demo
 
 PYTHON ?=
 CANDIDATES = $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14 python)
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venvs/peers
 CODE := src tests benchmarks recipes
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # Compiled programs are kept between runs, so only the first one waits for the compiler.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+# Models that were fetched. To share those that you have: make LOCKSTEP_CACHE=~/.cache/lockstep demo
+export LOCKSTEP_CACHE ?= $(CURDIR)/.cache/lockstep
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-short test test-slow lint types check-format format clean
+.PHONY: help demo demo-short model test test-slow test-peers lint types check-format format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-demo: $(VENV)/.installed
+demo: model
 	$(BIN)/lockstep run recipes/addition.toml
 
 # Two steps of the demo, as CI runs it. Its earlier results are of no value.
-demo-short: $(VENV)/.installed
+demo-short: model
 	rm -rf runs/ci-demo
 	$(BIN)/lockstep run recipes/addition.toml --run.steps 2 --run.name ci-demo
+
+# make model    fetch and verify the demo's model (98 MB, once)
+model: $(VENV)/.installed
+	$(BIN)/lockstep models fetch smollm2-135m
 
 test: lint types
 	$(BIN)/pytest -m "not slow"
@@ -34,6 +42,12 @@ test: lint types
 # make test-slow    the tests that take minutes
 test-slow: $(VENV)/.installed-test
 	$(BIN)/pytest -m slow
+
+# make test-peers    compare models and chat templates with transformers itself, in .venvs/peers (a large download)
+# For checking against transformers only; nothing else uses it. The extra pins torch, because logits are compared within a
+# bound. The default torch for Linux brings CUDA; with PIP_EXTRA_INDEX_URL set to torch's CPU index it does not.
+test-peers: $(PEERS)/.installed
+	$(PEERS)/bin/pytest tests/models/test_parity_live.py
 
 lint: check-format
 	$(BIN)/ruff check $(CODE)
@@ -49,9 +63,9 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-# make clean    remove what can be made again (runs are kept)
+# make clean    remove what was installed and compiled (runs, fetched models and other folders of .venvs are kept)
 clean:
-	rm -rf $(VENV) .cache build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .cache/jax build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # ---- installation: done again when pyproject.toml changes
 
@@ -64,6 +78,13 @@ $(VENV)/.installed-test: $(VENV)/.made pyproject.toml
 	@echo "installing lockstep and what its tests need into $(VENV) (a minute or two)"
 	$(PIP) install --editable '.[test]'
 	@touch $@ $(VENV)/.installed
+
+$(PEERS)/.installed: $(VENV)/.made pyproject.toml
+	@echo "installing lockstep, torch and transformers into $(PEERS) (minutes)"
+	rm -rf $(PEERS)
+	$(BIN)/python -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --quiet --disable-pip-version-check --no-input install --editable '.[peers,test]'
+	@touch $@
 
 $(VENV)/.made:
 	@found=; for python in $(CANDIDATES); do \

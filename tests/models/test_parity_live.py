@@ -1,5 +1,6 @@
 """Against transformers itself, where torch and transformers are installed (the `peers` extra): wider random models than
-the goldens, every family, both directions, float32 and bfloat16, and the configurations that `save_folder` writes.
+the goldens, every family, both directions, float32 and bfloat16, the configurations that `save_folder` writes, and the
+ids that a chat template makes. `make test-peers` runs it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 
 from lockstep.models.decoder import reference_logits
+from lockstep.models.gguf import read_gguf
 from lockstep.models.hf import load_folder, load_spec, save_folder
+from lockstep.models.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch", reason="needs the peers extra")
 transformers = pytest.importorskip("transformers", reason="needs the peers extra")
@@ -109,3 +112,33 @@ def test_an_absent_key_means_what_transformers_means(model_type: str, tmp_path: 
     ropes = config.rope_parameters
     thetas = [ropes.get(t, ropes)["rope_theta"] for t in types]
     assert [(k.rope.theta, k.rope.scaling) for k in spec.layers] == [(theta, None) for theta in thetas]
+
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "What is 17 + 25?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  Grüße, 世界 \n\n\ttabs 1234567890"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b\n"},
+        {"role": "user", "content": "don't {{ x }} {% if %} <b>&amp;</b> 🙂"},
+    ],
+]
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+def test_a_chat_template_makes_the_ids_that_transformers_makes(
+    smollm2_path: Path, tmp_path: Path, prompted: bool
+) -> None:
+    """Of messages without special tokens: their text in data is text here, and a token there."""
+    ours = Tokenizer.from_gguf(read_gguf(smollm2_path).metadata)
+    ours.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for messages in CONVERSATIONS:
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=prompted, return_dict=False)
+        assert ours.apply_template(messages, prompted) == list(expected)
+        assert ours.render(messages, prompted) == theirs.apply_chat_template(
+            messages, add_generation_prompt=prompted, tokenize=False
+        )
+    text = "".join(m["content"] for conversation in CONVERSATIONS for m in conversation)
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.eos_ids == {theirs.eos_token_id}
