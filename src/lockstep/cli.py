@@ -345,7 +345,9 @@ def _add_models(add: _Add, common: argparse.ArgumentParser) -> None:
 
 def _add_generate(add: _Add) -> None:
     generate = add("generate", _generate, "sample completions from a model")
-    generate.add_argument("model", metavar="MODEL", help="a known name, or a folder in Hugging Face layout")
+    generate.add_argument(
+        "model", metavar="MODEL", help="a known name, a folder in Hugging Face layout, or a .gguf file"
+    )
     generate.add_argument("--prompt", metavar="TEXT", action="append", required=True, help="can be repeated")
     generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     count = _number(int, 1, "a whole number >= 1")
