@@ -73,21 +73,9 @@ def test_numpy_in_jax_out(tmp_path: Path) -> None:
     assert back["w"].sharding == sharding
 
 
-def test_keep_and_discard(tmp_path: Path) -> None:
-    for step in (2, 9, 10, 11):
-        checkpoint.save(tmp_path, step, {"w": np.full(3, step)}, {}, keep=3)
-    assert checkpoint.steps(tmp_path) == [9, 10, 11]
-    assert checkpoint.discard_after(tmp_path, 9) == [10, 11]
-    assert checkpoint.latest(tmp_path) == 9
-    back, _ = checkpoint.restore(tmp_path, 9, {"w": np.zeros(3, int)})
-    assert back["w"].tolist() == [9, 9, 9]
-    with pytest.raises(CheckpointError, match="keep=0"):
-        checkpoint.save(tmp_path, 12, {"w": np.zeros(3)}, {}, keep=0)
-
-
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"w": np.zeros(3)}, {})
-    with pytest.raises(CheckpointError, match=r"exists.*discard_after"):
+    with pytest.raises(CheckpointError, match=r"exists already, .*delete it to save"):
         checkpoint.save(tmp_path, 1, {"w": np.ones(3)}, {})
 
 
@@ -246,7 +234,7 @@ step = (checkpoint.latest(run) or 0) + 1
 while True:
     print(step, flush=True)
     arrays = {f"w{i}": np.full((64, 64), step + i, np.float32) for i in range(20)}
-    checkpoint.save(run, step, arrays, {"step": step}, keep=2)
+    checkpoint.save(run, step, arrays, {"step": step})
     step += 1
 """
 

@@ -36,22 +36,22 @@ from lockstep.files import fsync_dir, fsync_tree
 FORMAT = 1
 FOLDER = "checkpoints"
 _MANIFEST = "checkpoint.json"
-_BUILDING, _DOOMED = ".saving-", ".deleting-"
+_BUILDING = ".saving-"
 
 
-def save(run_dir: Path, step: int, arrays: Any, meta: Mapping[str, Any], keep: int | None = None) -> Path:
+def save(run_dir: Path, step: int, arrays: Any, meta: Mapping[str, Any]) -> Path:
     """Write the checkpoint of a step and return its folder; when this returns it is on disk.
 
     arrays: pytree of jax or numpy arrays (`{"params": ..., "optimizer": ...}`). meta: a dict that JSON keeps as it is
-    (policy version, syncs, cursor, recipe hash, ...). keep: how many of the newest checkpoints stay, None = all.
+    (policy version, syncs, cursor, recipe hash, ...).
     Raises CheckpointError when the step already has one, a leaf is not a plain array, or `meta` would not survive JSON.
     """
-    if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep}: expected at least 1, or None to keep every checkpoint")
     folder = run_dir / FOLDER
     final = folder / str(step)
     if final.exists():
-        raise CheckpointError(f"{final} exists; call discard_after when resuming from before it, or delete it by hand")
+        raise CheckpointError(
+            f"{final} exists already, and no checkpoint is overwritten; delete it to save this step anew"
+        )
     leaves = _named_leaves(arrays)
     _check_saveable(leaves)
     manifest = {
@@ -63,7 +63,7 @@ def save(run_dir: Path, step: int, arrays: Any, meta: Mapping[str, Any], keep: i
         "meta": _check_meta(meta),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in (p for p in folder.iterdir() if p.name.startswith((_BUILDING, _DOOMED))):
+    for leftover in (p for p in folder.iterdir() if p.name.startswith(_BUILDING)):
         shutil.rmtree(leftover)
     building = folder / f"{_BUILDING}{step}"
     building.mkdir()
@@ -73,8 +73,6 @@ def save(run_dir: Path, step: int, arrays: Any, meta: Mapping[str, Any], keep: i
     fsync_tree(building)
     os.rename(building, final)
     fsync_dir(folder)
-    if keep is not None:
-        _delete(folder, steps(run_dir)[:-keep])
     return final
 
 
@@ -89,13 +87,6 @@ def steps(run_dir: Path) -> list[int]:
 def latest(run_dir: Path) -> int | None:
     """The newest step with a complete checkpoint, or None."""
     return max(steps(run_dir), default=None)
-
-
-def discard_after(run_dir: Path, step: int) -> list[int]:
-    """Delete the checkpoints of steps after `step`, for a resume from before them; returns the steps deleted."""
-    gone = [s for s in steps(run_dir) if s > step]
-    _delete(run_dir / FOLDER, gone)
-    return gone
 
 
 def read_meta(run_dir: Path, step: int) -> dict[str, Any]:
@@ -235,15 +226,6 @@ def _digests(leaves: Mapping[str, Any], order: Mapping[str, Any] | None = None) 
 def _digest(leaf: Any) -> str:
     host = np.ascontiguousarray(leaf)
     return hashlib.sha256(host.reshape(-1).view(np.uint8).data).hexdigest()
-
-
-def _delete(folder: Path, gone: list[int]) -> None:
-    """Delete checkpoints so that a kill in between leaves each of them whole or gone."""
-    for step in gone:
-        doomed = folder / f"{_DOOMED}{step}"
-        os.rename(folder / str(step), doomed)
-        fsync_dir(folder)
-        shutil.rmtree(doomed)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ it cannot be selected; handing it in is an error like any other unknown leaf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import jax
 
@@ -35,23 +35,19 @@ def trainable_leaves(model: Mapping[str, Leaf], adapter: Mapping[str, Leaf] | No
     return dict(adapter)
 
 
-def select(
-    tree: Mapping[str, jax.Array], trainable: Mapping[str, Leaf], frozen: Iterable[str] = ()
-) -> dict[str, jax.Array]:
-    """The trainable leaves of `tree`, in the order of the table.
+def select(tree: Mapping[str, jax.Array], trainable: Mapping[str, Leaf]) -> dict[str, jax.Array]:
+    """`tree`, what trains at the actor, in the order of the table.
 
-    tree: what the actor holds; it may also hold the leaves named in `frozen`. Raises SyncError for a leaf that is in
-    neither table (optimizer state, say), and for a trainable leaf that the tree lacks.
+    Raises SyncError for a leaf that is not in the table (optimizer state, say), and for one that the tree lacks.
     """
-    check_names(tree, trainable, "source", frozen)
+    check_names(tree, trainable, "source")
     return {path: tree[path] for path in trainable}
 
 
-def check_names(tree: Mapping[str, object], leaves: Mapping[str, Leaf], side: str, also: Iterable[str] = ()) -> None:
-    """Raise SyncError unless `tree` has every one of `leaves`, and nothing besides these and those named in `also`."""
-    allowed = set(also)
+def check_names(tree: Mapping[str, object], leaves: Mapping[str, Leaf], side: str) -> None:
+    """Raise SyncError unless `tree` has every one of `leaves`, and nothing besides."""
     missing = [path for path in leaves if path not in tree]
-    unknown = [path for path in tree if path not in leaves and path not in allowed]
+    unknown = [path for path in tree if path not in leaves]
     if not missing and not unknown:
         return
     parts = []

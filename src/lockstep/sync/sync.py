@@ -97,11 +97,10 @@ class WeightSync:
         source_role: str = "actor",
         destination_role: str = "rollout",
         transport: Transport | None = None,
-        syncs: int = 0,
     ) -> None:
         """leaves: the table of what trains (`select.trainable_leaves`). destination: sharding of each of them there
         (`cluster.sharding.shardings`). base: leaf digests of the frozen weights, which every policy digest covers;
-        empty when all weights train. syncs: count to go on from, after a resume.
+        empty when all weights train.
 
         Raises SyncError if a leaf has no destination, or the destination has a leaf that does not train.
         """
@@ -113,7 +112,7 @@ class WeightSync:
         self._transport = LocalTransport() if transport is None else transport
         self._published: PolicyVersion | None = None
         self._failure: str | None = None
-        self._syncs = syncs
+        self._syncs = 0
 
     @property
     def published(self) -> PolicyVersion | None:
