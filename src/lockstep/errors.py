@@ -9,6 +9,7 @@
       CapacityError       a request cannot ever fit: prompt over the limit, too few pages, too little memory
       SyncError           weights could not be placed or verified; names the leaf, both shapes and both layouts
       MismatchError       the trainer's log-probabilities are not the sampler's record (exact mode)
+      NumericsError       a log-probability, a gradient or updated weights are NaN or infinite
       FingerprintError    a trajectory was made under another tokenizer, template, decoding or numerics
       CheckpointError     a run directory or checkpoint is missing, torn or belongs to another recipe
 
@@ -51,6 +52,10 @@ class SyncError(LockstepError):
 
 class MismatchError(LockstepError):
     """Exact mode, yet the trainer's log-probabilities differ from the sampler's record."""
+
+
+class NumericsError(LockstepError):
+    """A log-probability, a gradient or updated weights are NaN or infinite; nothing of the step was kept."""
 
 
 class FingerprintError(LockstepError):

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.algorithms.grpo import GRPO
 from lockstep.config import AlgorithmConfig, OptimConfig
-from lockstep.errors import LockstepError, MismatchError
+from lockstep.errors import MismatchError, NumericsError
 from lockstep.train.assembly import make_optimizer, make_schedule
 from lockstep.train.trainer import Trainer, first_trained_layer, mismatch
 
@@ -92,7 +92,7 @@ def test_nan_weights_are_refused(exact: bool, plain, record, advantages) -> None
     spoiled = {p: np.full_like(x, np.nan) if p == "layers.1.up" else x for p, x in plain.trainable.items()}
     trainer = plain.trainer(optimizer=optax.adamw(1e-2), exact=exact, **spoiled)
     batches = plain.micro_batches(record, advantages, 16)
-    step_refused(trainer, batches, record, MismatchError, r"the trainer's log-probability of token 0 .* is nan; .*NaN")
+    step_refused(trainer, batches, record, NumericsError, r"the trainer's log-probability of token 0 .* is nan; .*NaN")
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -101,7 +101,7 @@ def test_a_record_that_is_not_finite_is_refused(value: float, plain, record, adv
     wrong[last_sample] = replace(record[last_sample], logprobs=np.full_like(record[last_sample].logprobs, value))
     batches = plain.micro_batches(wrong, advantages, 16)
     trainer = plain.keeper(grpo(kl_coef=0.2), exact=False)
-    step_refused(trainer, batches, wrong, MismatchError, r"the recorded log-probability of token 0 .* is (nan|-inf)")
+    step_refused(trainer, batches, wrong, NumericsError, r"the recorded log-probability of token 0 .* is (nan|-inf)")
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied(plain, record, advantages, last_sample) -> None:
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(plain, record, advantage
     wrong[last_sample] = replace(record[last_sample], reference_logprobs=bad)
     batches = plain.micro_batches(wrong, advantages, 16)
     trainer = plain.keeper(grpo(kl_coef=0.2))
-    step_refused(trainer, batches, wrong, LockstepError, "norm of the gradient is nan.*No update was applied")
+    step_refused(trainer, batches, wrong, NumericsError, "norm of the gradient is nan.*No update was applied")
 
 
 def test_a_kl_term_without_a_reference_is_our_own_mistake(plain, record, advantages) -> None:

@@ -7,6 +7,7 @@ gradient. Masked slots may hold anything, NaN included: they are replaced before
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,7 +20,8 @@ class Tokens(NamedTuple):
     """Completion tokens of one micro-batch, each field [M].
 
     mask: True for a real token. old_logp: the record. ref_logp: the reference's, or zeros where no term uses it.
-    advantage: the sample's. sequence: the sample's number."""
+    advantage: the sample's. sequence: the sample's number, for losses that first sum over a sequence (GSPO, Dr. GRPO);
+    GRPO reads none."""
 
     mask: Any
     old_logp: Any
@@ -29,7 +31,8 @@ class Tokens(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Global counts of the whole batch, the denominators of every mean. Scalars, float32."""
+    """Global counts of the whole batch, the denominators of every mean. Scalars, float32. sequences: those with tokens,
+    for losses that average per sequence; GRPO averages over tokens."""
 
     tokens: Any
     sequences: Any
@@ -51,15 +54,17 @@ def clipped_surrogate(
     return jnp.minimum(free, held), ratio, held < free
 
 
-def kl_estimate(name: KLEstimator, logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
+def kl_estimate(name: KLEstimator, logp: Any, ref_logp: Any, xp: ModuleType = jnp) -> Any:
     """Per-token estimate of KL(policy || reference) from samples of the policy (Schulman, "Approximating KL
     Divergence", 2020). With d = ref_logp - logp:
 
     k1 = -d: unbiased, high variance; as a loss its expected gradient is zero.
     k2 = d^2 / 2: biased value; its gradient is the reverse KL's.
     k3 = exp(d) - 1 - d: unbiased, never negative; as a loss its expected gradient is the *forward* KL's.
+
+    xp: the arrays' namespace: jax.numpy to differentiate; numpy (for metrics, of any length, without compiling).
     """
     d = ref_logp - logp
     if name == "k1":
         return -d
-    return 0.5 * d * d if name == "k2" else jnp.expm1(d) - d
+    return 0.5 * d * d if name == "k2" else xp.expm1(d) - d

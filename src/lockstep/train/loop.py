@@ -10,28 +10,28 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from lockstep import checkpoint, metrics, store
-from lockstep.algorithms.losses import kl_estimate
+from lockstep.algorithms.advantages import GroupAdvantages
+from lockstep.algorithms.losses import KLEstimator, kl_estimate
 from lockstep.cluster.programs import SplitWeights
 from lockstep.config import Config
 from lockstep.envs.base import Score
-from lockstep.errors import FingerprintError, LockstepError, RewardError
+from lockstep.errors import CheckpointError, FingerprintError, NumericsError, RewardError
 from lockstep.progress import Progress
 from lockstep.report import write_report
-from lockstep.rollout.engine import request_seed
+from lockstep.rollout.engine import EngineStats, request_seed
 from lockstep.sync.select import listed
 from lockstep.sync.snapshot import Snapshot
 from lockstep.sync.sync import Counters, SyncReceipt
@@ -39,12 +39,11 @@ from lockstep.text import sanitize
 from lockstep.train import rundir
 from lockstep.train.assembly import Cluster, build, not_finite
 from lockstep.train.batching import make_micro_batches
+from lockstep.train.clock import Clock
 from lockstep.train.forward import score as score_tokens
 from lockstep.train.rundir import ResumePoint
 from lockstep.train.trainer import StepResult
 from lockstep.types import Prompt, Trajectory
-
-PHASES = ("generate", "score", "train", "sync")
 
 
 def run(config: Config, *, resume: Path | None = None, console: Console | None = None) -> Path:
@@ -66,6 +65,7 @@ def run(config: Config, *, resume: Path | None = None, console: Console | None =
         run_dir = resume
         if run_dir is None:
             run_dir = rundir.claim_run_dir(config)
+            config = cluster.config = rundir.named(config, run_dir)
             stack.enter_context(rundir.held(run_dir))
         progress = stack.enter_context(Progress(config, run_dir, console, history=point.history if point else ()))
         loop = stack.enter_context(Loop(cluster, run_dir, progress))
@@ -76,32 +76,6 @@ def run(config: Config, *, resume: Path | None = None, console: Console | None =
         progress.close()
         progress.event(f"report: {report}")
     return run_dir
-
-
-@dataclass
-class Clock:
-    """Seconds per phase of the step under way."""
-
-    progress: Progress
-    seconds: dict[str, float]
-    started: float
-    phase: str | None = None
-    since: float = 0.0
-
-    def enter(self, phase: str | None) -> None:
-        """The phase before ends, this one begins; None ends the last."""
-        now = time.perf_counter()
-        if self.phase is not None:
-            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.since
-        self.phase, self.since = phase, now
-        if phase is not None:
-            self.progress.phase(phase)
-
-    def record(self) -> dict[str, float]:
-        """time/<phase>_s, time/step_s, and time/wait_s for what no phase accounts for."""
-        total = time.perf_counter() - self.started
-        spent = {f"time/{p}_s": self.seconds.get(p, 0.0) for p in PHASES}
-        return {**spent, "time/wait_s": max(0.0, total - sum(spent.values())), "time/step_s": total}
 
 
 class Loop:
@@ -115,6 +89,7 @@ class Loop:
         # Taken now: what a task says about itself may come to include what it met on the way.
         self._data = cluster.task.describe()
         self._ended: float | None = None
+        self._flat_steps = 0
         self._logs = ExitStack()
 
     def start(self, point: ResumePoint | None = None) -> None:
@@ -137,7 +112,13 @@ class Loop:
         arrays, _ = checkpoint.restore(self.run_dir, point.step, like)
         trainer.trainable, trainer.optimizer_state = arrays["trainable"], arrays["optimizer"]
         policy = self._publish(meta["version"]).policy
-        assert policy.digest == meta["digest"], (policy, meta["digest"])  # model and arrays were compared before
+        # Every array is what was saved and the model is the run's, so the number in the checkpoint was changed.
+        if policy.digest != meta["digest"]:
+            raise CheckpointError(
+                f"checkpoint {point.step} of {self.run_dir} says that policy version {meta['version']} has digest "
+                f"{meta['digest']}, its arrays have {policy.digest}; its checkpoint.json is damaged: restore it from a "
+                "copy or resume an earlier checkpoint"
+            )
         self.cursor = meta["cursor"]
         # Putting the same version back after a restart is not another sync of the run.
         self.counters = Counters(meta["step"], meta["version"], meta["syncs"])
@@ -156,7 +137,9 @@ class Loop:
         newest = checkpoint.latest(self.run_dir)
         resume = f"lockstep run --resume {self.run_dir} goes on from step {newest}" if newest else "no checkpoint yet"
         cause = f"{type(value).__name__}: {value}".removesuffix(": ")  # an interrupt has no message
-        self.progress.event(f"stopped ({resume}) by {cause}", warning=True)
+        # What stopped the run may be what keeps this line from being written (a full disk): the first error counts.
+        with suppress(OSError):
+            self.progress.event(f"stopped ({resume}) by {cause}", warning=True)
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +167,8 @@ class Loop:
         receipt = self._publish(self.counters.version + 1)
         clock.enter(None)
         self.cursor += len(prompts)
-        record = self._record(number, trajectories, batch, advantages.zero_variance, result)
+        record = self._record(number, trajectories, batch, advantages, result)
+        self._warn_flat(record)
         self._store(number, prompts, trajectories, batch, batch_advantages, result)
         self._log_receipt(receipt)
         record |= clock.record()
@@ -199,6 +183,7 @@ class Loop:
     def _generate(self, prompts: Sequence[Prompt], number: int) -> list[Trajectory]:
         samples = range(self.config.rollout.samples)
         seeds = {p.id: [request_seed(self.config.run.seed, number, p.id, i) for i in samples] for p in prompts}
+        self.cluster.engine.stats = EngineStats()  # of this step
         return self.cluster.engine.generate(prompts, seeds, self.cluster.sampling)
 
     def _score(self, prompts: Sequence[Prompt], trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -260,7 +245,7 @@ class Loop:
     def _require_finite(self, result: StepResult) -> None:
         """Wait for the update. Weights that it destroyed are neither published nor saved."""
         if broken := not_finite(self.cluster.trainer.trainable):
-            raise LockstepError(
+            raise NumericsError(
                 f"the update made {listed(broken)} NaN or infinite (gradient norm {result.metrics['grad_norm']:.3g}, "
                 f"learning rate {result.metrics['lr']:.3g}); nothing was published. Use a lower optim.lr or "
                 "optim.max_grad_norm"
@@ -278,7 +263,11 @@ class Loop:
         return receipt
 
     def old_policy_logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray | None]:
-        """Log-probabilities of a batch under the snapshot: the weights that sampled it, whatever was trained since."""
+        """Log-probabilities of a batch under the snapshot: the weights that sampled it, whatever was trained since.
+
+        A step of this loop consumes its batch in one update, and the trainer recomputes the record before it, so no
+        step calls this; tests hold every placement to it, and several updates per batch would read it.
+        """
         assert self.snapshot is not None, "nothing has been published yet"
         trainer = self.cluster.trainer
         weights = SplitWeights.of(
@@ -294,11 +283,17 @@ class Loop:
     # -- the record --------------------------------------------------------------------------------------------------
 
     def _record(
-        self, number: int, everything: list[Trajectory], batch: list[Trajectory], zero_variance: int, result: StepResult
+        self,
+        number: int,
+        everything: list[Trajectory],
+        batch: list[Trajectory],
+        groups: GroupAdvantages,
+        result: StepResult,
     ) -> dict[str, Any]:
         scored = [t for t in everything if t.failed is None]
         rewards = np.asarray([t.reward for t in scored])
         parts = {name: [t.rewards[name] for t in scored] for name in scored[0].rewards}
+        stats = self.cluster.engine.stats
         record: dict[str, Any] = {
             "step": number,
             "reward": float(rewards.mean()),
@@ -307,18 +302,34 @@ class Loop:
             "completion_length": float(np.mean([len(t.completion_ids) for t in everything])),
             "policy_version": self.counters.version - 1,
             "syncs": self.counters.syncs,
-            "groups/total": len({t.group_id for t in scored}),
-            "groups/zero_variance": zero_variance,
+            "groups/total": groups.groups,
+            "groups/zero_variance": groups.zero_variance,
             "rewards/failed": len(everything) - len(scored),
             "tokens/generated": sum(len(t.completion_ids) for t in everything),
             "finish/stop": sum(t.finish_reason == "stop" for t in everything),
             "finish/length": sum(t.finish_reason == "length" for t in everything),
+            "prompts/skipped": self.cluster.task.skipped,
+            "engine/passes": stats.passes,
+            "engine/padding": 1 - stats.rows / stats.padded_rows,
             **result.metrics,
         }
         if self.cluster.reference is not None:
             name = self.config.algorithm.kl_estimator
             record[f"kl/{name}"] = mean_kl(name, result.logprobs, batch)
         return record
+
+    def _warn_flat(self, record: Mapping[str, Any]) -> None:
+        """Say so when no group of the step has two different rewards: nothing can be learned from it."""
+        if record["groups/zero_variance"] < record["groups/total"]:
+            return
+        self._flat_steps += 1
+        if self._flat_steps in (1, 10, 100, 1000):  # said, not repeated until it is worth it
+            self.progress.event(
+                f"step {record['step']}: in all {record['groups/total']} groups every sample has the same reward: "
+                f"nothing to learn from ({self._flat_steps} such steps since the start). The tasks are too easy or too "
+                "hard for the model, or rollout.samples is too low; groups/zero_variance in metrics.jsonl counts on",
+                warning=True,
+            )
 
     def _store(
         self,
@@ -348,12 +359,15 @@ class Loop:
         self._receipts.write({**json.loads(receipt.to_json()), **count})
 
 
-def mean_kl(name: Any, logprobs: Sequence[np.ndarray | None], batch: Sequence[Trajectory]) -> float:
-    """Token mean of the KL estimate over the batch, from the trainer's and the reference's log-probabilities."""
+def mean_kl(name: KLEstimator, logprobs: Sequence[np.ndarray | None], batch: Sequence[Trajectory]) -> float:
+    """Token mean of the KL estimate over the batch, from the trainer's and the reference's log-probabilities.
+
+    In numpy: a batch has another number of tokens at each step, and jax would compile for each.
+    """
     pairs = [(lp, t.reference_logprobs) for lp, t in zip(logprobs, batch, strict=True) if lp is not None]
-    policy = jnp.asarray(np.concatenate([a for a, _ in pairs]))
-    reference = jnp.asarray(np.concatenate([b for _, b in pairs if b is not None]))
-    return float(np.asarray(kl_estimate(name, policy, reference), np.float64).mean())
+    policy = np.concatenate([a for a, _ in pairs]).astype(np.float64)
+    reference = np.concatenate([b for _, b in pairs if b is not None]).astype(np.float64)
+    return float(kl_estimate(name, policy, reference, np).mean())
 
 
 def _sample_text(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> str:

@@ -54,6 +54,11 @@ def claim_run_dir(config: Config) -> Path:
             ) from error
 
 
+def named(config: Config, run_dir: Path) -> Config:
+    """The recipe under the name that its run directory got, so that folder, panel and report agree."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
+
+
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
     """Keep other processes from writing into the run; the operating system lets go of it when this process ends,

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lockstep.algorithms.base import Algorithm
 from lockstep.algorithms.losses import Tokens, Totals
 from lockstep.cluster.programs import Programs, SplitWeights
-from lockstep.errors import LockstepError, MismatchError
+from lockstep.errors import MismatchError, NumericsError
 from lockstep.train.batching import MicroBatch
 from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
 from lockstep.types import Trajectory
@@ -122,8 +122,8 @@ class Trainer:
         """One optimizer update from all micro-batches, which hold every trajectory that has tokens.
 
         update_number: how many came before (for the learning rate). trunks: what `trunks` returned for these batches;
-        without them the frozen layers are computed here. Raises, before any update, MismatchError where the record and
-        the trainer disagree in exact mode or are not finite, LockstepError where the gradient is not finite.
+        without them the frozen layers are computed here. Raises, before any update, NumericsError where a record, a
+        log-probability or the gradient is not finite, MismatchError where record and trainer disagree in exact mode.
         """
         weights = SplitWeights.of(self.params, self.programs.spec.num_layers)
         counted = [t for t in trajectories if len(t.completion_ids)]
@@ -144,7 +144,7 @@ class Trainer:
         assert len(used) == len(counted), "the micro-batches were made from other trajectories"
         norm = float(self._norm(grads))
         if not math.isfinite(norm):
-            raise LockstepError(
+            raise NumericsError(
                 f"update {update_number}: the norm of the gradient is {norm}, while all log-probabilities are finite; "
                 f"a reference log-probability is not finite, or a ratio or the backward pass overflowed in "
                 f"{self.programs.num.dtype}. No update was applied; resume from the newest checkpoint, with a lower "
@@ -188,7 +188,7 @@ class Trainer:
             for name, values in (("trainer's", recomputed), ("recorded", recorded)):
                 if not np.isfinite(values).all():
                     at = int(np.flatnonzero(~np.isfinite(values))[0])
-                    raise MismatchError(
+                    raise NumericsError(
                         f"the {name} log-probability of token {at} of sample {trajectories[i].index} of "
                         f"{trajectories[i].group_id!r} is {values[at]}; the weights it was computed with hold NaN or "
                         f"infinity, or overflowed. No update was applied; resume from the newest checkpoint, with a "
