@@ -71,6 +71,20 @@ def test_the_two_kl_gradients_differ() -> None:
     assert np.abs(expected_gradient("k2", theta, ref) - expected_gradient("k3", theta, ref)).max() > 0.05
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_one_formula_in_both_namespaces(name: KLEstimator) -> None:
+    """numpy for the metrics, in float64 and without compiling; jax.numpy for the loss."""
+    rng = np.random.default_rng(0)
+    logp, ref = (-rng.random(501) * 4 for _ in range(2))
+    here = kl_estimate(name, logp, ref, np)
+    assert type(here) is np.ndarray and here.dtype == np.float64
+    there = kl_estimate(name, jnp.asarray(logp, jnp.float32), jnp.asarray(ref, jnp.float32))
+    assert isinstance(there, jax.Array) and there.dtype == jnp.float32
+    np.testing.assert_allclose(there, here, rtol=1e-5, atol=1e-6)
+    d = ref - logp
+    np.testing.assert_allclose(here, {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d}[name], rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("theta", POLICIES)
 @pytest.mark.parametrize("ref", REFERENCES)
 def test_k1_and_k3_estimate_the_reverse_kl(theta: np.ndarray, ref: np.ndarray) -> None:

@@ -196,6 +196,15 @@ def test_weights_too_large_to_compute_with_stop_the_run(kit, opened, tmp_path) -
     assert [m["step"] for m in read_jsonl(loop.run_dir / "metrics.jsonl").records] == [1]
 
 
+def test_a_log_that_cannot_be_written_does_not_hide_what_stopped_the_run(kit, opened, tmp_path) -> None:
+    """As on a full disk, where the line about the error is the next thing to fail."""
+    with pytest.raises(ZeroDivisionError), opened(kit.config(tmp_path)) as loop:
+        loop.start()
+        (loop.run_dir / "log.txt").unlink()
+        (loop.run_dir / "log.txt").mkdir()
+        _ = 1 / 0
+
+
 # ---------------------------------------------------------------- records that are not the trainer's
 
 

@@ -47,6 +47,13 @@ def stopped(args: Sequence[object], run_dir: Path, lines: int, kind: signal.Sign
     return code
 
 
+def chance() -> random.Random:
+    """For moments to kill at: anew each time, and those of a failed test again with its LOCKSTEP_KILL_SEED."""
+    seed = int(os.environ.get("LOCKSTEP_KILL_SEED", time.time_ns()))
+    print(f"LOCKSTEP_KILL_SEED={seed}")
+    return random.Random(seed)
+
+
 def same(run, whole) -> None:
     assert run.metrics() == whole.metrics()
     assert run.receipts() == whole.receipts()
@@ -58,7 +65,7 @@ def same(run, whole) -> None:
 def test_killed_then_interrupted_then_finished(kit, finished, left, tmp_path) -> None:
     """kill -9 after step 4, Control-C after step 6, and the run is the one that nothing stopped."""
     recipe, run_dir = kit.folder / "recipe.toml", tmp_path / "run"
-    delay = random.Random().uniform(0, 0.4)
+    delay = chance().uniform(0, 0.4)
     print(f"killed {delay:.3f} s after the line of step 4")
     first = ("run", recipe, "--run.dir", tmp_path)
     assert stopped(first, run_dir, 4, signal.SIGKILL, delay) == -signal.SIGKILL
@@ -81,11 +88,11 @@ def test_killed_at_random_moments(kit, train, left, tmp_path, placement) -> None
     """Five kills, anywhere from the first checkpoint on, loading and saving included; twelve steps in all."""
     overrides = (*placement, "--run.steps=12", "--run.checkpoint_every=1")
     whole = left(train(kit.config(tmp_path / "whole", *overrides)))
-    chance, run_dir = random.Random(), tmp_path / "run"
+    moments, run_dir = chance(), tmp_path / "run"
     args: tuple[object, ...] = ("run", kit.folder / "recipe.toml", "--run.dir", tmp_path, *overrides)
     for _ in range(5):
         done = len(read_jsonl(run_dir / "metrics.jsonl").records) if run_dir.exists() else 0
-        lines, delay = (min(done + chance.randint(0, 2), 11), chance.uniform(0, 1.5)) if done else (1, 0.3)
+        lines, delay = (min(done + moments.randint(0, 2), 11), moments.uniform(0, 1.5)) if done else (1, 0.3)
         print(f"{done} steps done, killed {delay:.3f} s after {lines}")
         code = stopped(args, run_dir, lines, signal.SIGKILL, delay)
         if code == 0:  # it was faster than the kill

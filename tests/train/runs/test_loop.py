@@ -301,7 +301,12 @@ def test_equal_rewards_change_nothing_but_adams_count(opened, kit, tmp_path) -> 
         counts = [int(x) for x in jax.tree.leaves(loop.cluster.trainer.optimizer_state) if x.ndim == 0]
         moments = [np.asarray(x) for x in jax.tree.leaves(loop.cluster.trainer.optimizer_state) if x.ndim]
         assert counts == [1, 1] and not any(m.any() for m in moments)
-    (m,) = read_jsonl(loop.run_dir / "metrics.jsonl").records
+        (m,) = read_jsonl(loop.run_dir / "metrics.jsonl").records
+        warning = "step 1: in all 3 groups every sample has the same reward: nothing to learn from (1 such steps"
+        assert warning in (loop.run_dir / "log.txt").read_text()
+        for _ in range(5):
+            loop.step()
+        assert (loop.run_dir / "log.txt").read_text().count("nothing to learn from") == 1
     assert (m["groups/zero_variance"], m["groups/total"], m["grad_norm"], m["loss"]) == (3, 3, 0.0, 0.0)
 
 
@@ -321,9 +326,52 @@ def test_many_steps_leak_nothing_and_learn(opened, kit, tmp_path) -> None:
     assert np.mean(rewards[-12:]) > np.mean(rewards[:3]) + 0.1
 
 
+def test_after_warm_up_nothing_compiles(opened, kit, tmp_path) -> None:
+    """Steps of another number of tokens each, of which one has been seen: the programs are those of the first steps."""
+    compiled: list[str] = []
+
+    def listen(name: str, _: float, **more: object) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    with opened(kit.config(tmp_path, "--run.steps=20", "--run.checkpoint_every=0")) as loop:
+        loop.start()
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            for _ in range(6):
+                loop.step()
+            warm = len(compiled)
+            for _ in range(8):
+                loop.step()
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == warm > 0
+    tokens = [m["tokens/trained"] for m in read_jsonl(loop.run_dir / "metrics.jsonl").records]
+    assert len(set(tokens[6:]) - set(tokens[:6])) >= 3, tokens
+
+
+def test_the_engine_says_how_full_its_passes_were(finished) -> None:
+    for m in finished.metrics():
+        assert 0 <= m["engine/padding"] < 1 and m["prompts/skipped"] == 0
+        # A prefill and at most a pass per token; every pass decodes one token at least of each sample that runs.
+        assert 2 <= m["engine/passes"] <= 6 + 3
+
+
+def test_skipped_prompts_are_counted(opened, kit, tmp_path) -> None:
+    rows = [{"prompt": "1" * (9 if n % 2 else 3), "number": n} for n in range(8)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f'--task={{kind = "file", path = "{tmp_path}/mixed.jsonl", max_prompt_tokens = 6, too_long = "skip"}}'
+    with opened(kit.config(tmp_path / "runs", task)) as loop:
+        loop.start()
+        loop.step()
+    (m,) = read_jsonl(loop.run_dir / "metrics.jsonl").records
+    assert m["prompts/skipped"] == 4
+
+
 def test_the_same_recipe_gives_the_same_run_and_another_seed_another(finished, kit, train, left, tmp_path) -> None:
     again = left(train(kit.config(tmp_path, "--run.steps=2")))
     assert again.metrics() == finished.metrics()[:2]
     assert again.trajectories() == {n: t for n, t in finished.trajectories().items() if n <= 2}
     other = left(train(kit.config(tmp_path, "--run.steps=1", "--run.seed=4")))
-    assert other.path.name == "run-2" and other.trajectories()[1] != again.trajectories()[1]
+    assert load_config(other.path / "recipe.toml").run.name == other.path.name == "run-2"
+    assert (other.path / "log.txt").read_text() and other.trajectories()[1] != again.trajectories()[1]

@@ -21,6 +21,7 @@ FSDP2 = "actor = {fsdp = 2}"
 TOGETHER = FSDP2
 APART = {
     "each by itself": f"{FSDP2}, rollout = {{fsdp = 2}}, reference = {{tensor = 2}}",
+    "all eight devices": f"{FSDP2}, rollout = {{data = 2, tensor = 2}}, reference = {{fsdp = 2}}",
     "reference with the rollout": f'{FSDP2}, rollout = {{data = 2}}, reference = "rollout"',
 }
 FULL = ("--lora=none", "--optim.lr=0.002")
@@ -102,7 +103,9 @@ def bits(arrays: list[np.ndarray | None]) -> list[bytes]:
 
 def assert_same_run(one: Placed, other: Placed, left) -> None:
     a, b = left(one.loop.run_dir), left(other.loop.run_dir)
-    assert a.metrics("syncs") == b.metrics("syncs")
+    # How full a pass is depends on how many devices share it; nothing that is learned does.
+    apart = ("syncs", "engine/passes", "engine/padding")
+    assert a.metrics(*apart) == b.metrics(*apart)
     assert [r["digest"] for r in a.receipts()] == [r["digest"] for r in b.receipts()]
     assert a.weights(STEPS) == b.weights(STEPS) and a.state(STEPS) == b.state(STEPS)
     ours, theirs = a.trajectories(), b.trajectories()
@@ -135,7 +138,7 @@ def test_receipts_say_what_crossed(place, left) -> None:
     for cluster in APART.values():
         receipts = left(place(cluster).loop.run_dir).receipts()
         assert [(r["step"], r["version"], r["syncs"]) for r in receipts] == [(n, n, n + 1) for n in range(STEPS + 1)]
-        copies = 2 if "data = 2" in cluster.split("rollout")[1] else 1  # fsdp halves what is cut, data keeps copies
+        copies = 2 if "data = 2" in cluster.split("rollout")[1] else 1  # fsdp and tensor cut, data keeps copies
         for r in receipts:
             assert not r["same_buffers"] and r["bytes_moved"] == r["bytes_planned"] == r["bytes_crossing"]
             assert r["bytes_selected"] <= r["bytes_moved"] <= 2 * r["bytes_selected"]

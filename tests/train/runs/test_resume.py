@@ -175,6 +175,17 @@ def test_another_version_of_jax_is_a_warning(finished, train, left, copied) -> N
     assert left(path).metrics() == finished.metrics()
 
 
+def test_a_checkpoint_whose_version_is_not_its_arrays(finished, refused, copied) -> None:
+    path = copied(finished.path)
+    manifest = path / "checkpoints" / "8" / "checkpoint.json"
+    content = json.loads(manifest.read_text())
+    content["meta"]["digest"] = "0" * 32
+    manifest.write_text(json.dumps(content))
+    refused(
+        path, r"policy version 8 has digest 0+, its arrays have \w+; its checkpoint.json is damaged", "--run.steps=9"
+    )
+
+
 def test_nothing_to_resume(finished, refused, copied) -> None:
     refused(copied(finished.path, 3, 6, 8), "has no checkpoint to resume from; .*Start the recipe anew")
 
