@@ -1,6 +1,6 @@
 """Tokens per second of generation and of a training step, exact against fast, and against the machine's own limits.
 
-    python benchmarks/throughput.py [--rounds 5] [--out benchmarks/results/throughput.json]
+    python benchmarks/throughput.py [--threads 2] [--rounds 5] [--out benchmarks/results/throughput.json]
 
 On SmolLM2-135M with the demo's adapter, float32, one device. Exact and fast take turns in one process; medians count.
 Three phases: `decode` (128 sequences, one token each per pass), `prefill` (16 prompts of 32 tokens), `train` (a whole
@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from limits import machine_facts, measure, usable_cores
+from limits import child_environment, machine_facts, usable_cores, use_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 32, 16
@@ -29,6 +31,7 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 32, 16
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--threads", type=int, default=min(2, usable_cores()), help="cores to use")
     parser.add_argument("--rounds", type=int, default=5, help="timed repetitions of each phase and mode")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "throughput.json")
     return parser.parse_args()
@@ -128,7 +131,13 @@ def limits_of(spec: Any, trained_layers: int, limits: dict[str, Any]) -> dict[st
 
 def main() -> None:
     arguments = parse_arguments()
-    limits = measure(usable_cores(), repeats=5, megabytes=256)
+    # Before jax counts the cores; the limits are measured in a process of their own on the same ones.
+    use_cores(arguments.threads)
+    command = [sys.executable, str(ROOT / "benchmarks" / "limits.py"), "--threads", str(arguments.threads)]
+    done = subprocess.run(
+        command, env=child_environment(arguments.threads), stdout=subprocess.PIPE, text=True, check=True
+    )
+    limits = json.loads(done.stdout)
     modes = {mode: Phases(mode) for mode in ("exact", "fast")}
     samples: dict[str, dict[str, list[float]]] = {m: {} for m in modes}
     tokens: dict[str, int] = {}
