@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from lockstep import store
-from lockstep.environment import write_environment
 from lockstep.config import load_config
+from lockstep.environment import write_environment
 from lockstep.errors import CheckpointError
 from lockstep.metrics import StepLog
 from lockstep.report import write_report
