@@ -40,8 +40,8 @@ def generate(
 
     model: a known name, a folder or a .gguf file. chat: each prompt is a user turn in the model's own template. stop:
     texts of exactly one token each; the model's end-of-sequence ids always stop. numerics_mode: `exact` or `fast`.
-    say: told what takes long, such as a download. Raises a LockstepError for a model, prompt or stop text that cannot be
-    used.
+    say: told what takes long, such as a download. Raises a LockstepError for a model, prompt or stop text that cannot
+    be used.
     """
     if not prompts:
         raise ConfigError("generate: no prompts were given; pass at least one")
