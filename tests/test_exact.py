@@ -273,13 +273,13 @@ def test_the_adapter_reaches_the_sampler() -> None:
     assert any(a.completion_ids.tolist() != b.completion_ids.tolist() for a, b in zip(base, adapted, strict=True))
 
 
-def make_trainer(policy: Policy, *, exact: bool = True) -> Trainer:
+def make_trainer(policy: Policy) -> Trainer:
     params = policy.params
     trains = {p: v for p, v in params.items() if not policy.lora or "lora" in p}
     frozen = {p: v for p, v in params.items() if p not in trains}
-    return Trainer(
-        policy.programs, frozen, trains, GRPO(), optax.sgd(0.5), optax.constant_schedule(0.5), exact=exact
-    )  # fmt: skip
+    algorithm = GRPO(clip_low=0.2, clip_high=0.28, kl_coef=0.0, kl_estimator="k3", std_epsilon=1e-4)
+    optimizer, schedule = optax.sgd(0.5), optax.constant_schedule(0.5)
+    return Trainer(policy.programs, frozen, trains, algorithm, optimizer, schedule, exact=True)
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,16 @@ def test_the_training_step_itself_sees_the_record(policy: Policy, sampler: Polic
     assert trainer.trainable is not before
     with pytest.raises(MismatchError, match="Stale weights in the sampler or an operation whose bits depend"):
         trainer.step(batches, trajectories, 1, trunks)
+
+
+@pytest.mark.slow
+def test_a_thousand_tokens() -> None:
+    policy = Policy("gemma", "bfloat16")
+    engine = Engine(policy.programs, slots=32, max_positions=1003, num_pages=192, fingerprint=FINGERPRINT)
+    engine.install(PolicyVersion(0, "digest"), policy.params)
+    done = engine.generate([Prompt("p", "", (1, 2, 3))], {"p": [1, 2]}, SamplingParams(1.0, 1000, frozenset()))
+    assert [len(t.logprobs) for t in done] == [1000, 1000]
+    assert_same_bits(done, policy.recompute(done, 1.0, 2048))
 
 
 def test_fast_mode_differs_by_rounding_only() -> None:
