@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cluster.programs import padded_pages, padded_rows
-from lockstep.errors import CapacityError, ConfigError, DataError, ModelError, SyncError
+from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError, SyncError
 from lockstep.models.decoder import Numerics
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.engine import Engine, enough_pages, make_fingerprint, request_seed
@@ -201,7 +201,7 @@ def test_weights_that_are_not_finite_record_nothing(make_engine, tiny_params) ->
     engine, good = make_engine(num_pages=2), complete(make_engine(), 9, 2)
     broken = {**tiny_params(), "layers.1.up": tiny_params()["layers.1.up"] * np.float32(np.nan)}
     engine.install(PolicyVersion(5, "five"), broken)
-    with pytest.raises(ModelError, match="policy v5:five: the model's output is not finite"):
+    with pytest.raises(NumericsError, match="policy v5:five: the model's output is not finite"):
         complete(engine, 9, 2)
     assert [len(ids(t)) for t in engine.abort("p9")] == [0, 0]
     engine.install(PolicyVersion(6, "six"), tiny_params())

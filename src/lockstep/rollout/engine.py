@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.cluster.devices import host_processor
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages, padded_rows
-from lockstep.errors import CapacityError, ConfigError, DataError, ModelError, SyncError
+from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError, SyncError
 from lockstep.models.decoder import Numerics
 from lockstep.models.spec import Leaf
 from lockstep.models.tokenizer import Tokenizer
@@ -252,7 +252,7 @@ class Engine:
         tokens, logprobs = (np.asarray(a) for a in drawn)
         real = [j for d, rows in enumerate(wanted) for j in range(d * m, d * m + len(rows))]
         if not np.isfinite(logprobs[real]).all():
-            raise ModelError(
+            raise NumericsError(
                 f"policy {self.version}: the model's output is not finite; its weights hold NaN or infinity, or "
                 f"overflow in {p.num.dtype}. Nothing of this pass was recorded"
             )
