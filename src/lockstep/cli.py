@@ -231,7 +231,7 @@ def _export(options: argparse.Namespace) -> None:
     run_dir = _run_directory(options.dir)
     from lockstep.train.export import export_run
 
-    export_run(run_dir, Path(options.to))
+    export_run(run_dir, Path(options.to), say=_say)
     print(options.to)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ModelError
-from lockstep.models.fetch import KnownModel, Say, cache_dir, verified
+from lockstep.models.fetch import KnownModel, Say, verified
 from lockstep.text import did_you_mean
 
 if TYPE_CHECKING:  # importing this module must stay cheap: the command line lists models with it
@@ -29,7 +29,6 @@ __all__ = [
     "KNOWN_MODELS",
     "KnownModel",
     "LoadedModel",
-    "cache_dir",
     "known_model",
     "list_models",
     "load_model",

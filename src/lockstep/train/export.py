@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -19,9 +20,10 @@ from lockstep.sync.verify import leaf_digests, tree_digest
 from lockstep.train.assembly import TRAINABLE_DTYPE, make_optimizer, make_schedule, split_leaves
 
 
-def export_run(run_dir: Path, to: Path) -> None:
+def export_run(run_dir: Path, to: Path, say: Callable[[str], None] | None = None) -> None:
     """Write the policy of the run's newest checkpoint as a model folder, an adapter merged into its base.
 
+    say: told what takes long, such as a download.
     Raises CheckpointError without a checkpoint, or when the adapter was trained on another base than is there now;
     ModelError when `to` exists or the model cannot be written.
     """
@@ -29,7 +31,7 @@ def export_run(run_dir: Path, to: Path) -> None:
     if step is None:
         raise CheckpointError(f"{run_dir} has no checkpoint to export; it writes one at the end and every few steps")
     config = load_config(run_dir / "recipe.toml")
-    model = load_model(config.model.name, config.model.dtype)
+    model = load_model(config.model.name, config.model.dtype, say=say)
     leaves = split_leaves(config, model.spec)
     like = {path: jax.ShapeDtypeStruct(leaf.shape, TRAINABLE_DTYPE) for path, leaf in leaves.trains.items()}
     optimizer = make_optimizer(config.optim, make_schedule(config.optim, config.run.steps))

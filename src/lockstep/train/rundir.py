@@ -19,7 +19,7 @@ from lockstep.config import Config
 from lockstep.environment import write_environment
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
-from lockstep.models.catalog import cache_dir
+from lockstep.models.fetch import cache_dir
 from lockstep.sync.sync import Counters
 from lockstep.train.assembly import Cluster, bytes_per_role
 from lockstep.types import Fingerprint
