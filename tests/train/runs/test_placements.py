@@ -135,14 +135,18 @@ def test_only_the_syncs_differ(place, left) -> None:
 
 
 def test_receipts_say_what_crossed(place, left) -> None:
-    for cluster in APART.values():
-        receipts = left(place(cluster).loop.run_dir).receipts()
+    for name, cluster in APART.items():
+        placed = place(cluster)
+        receipts = left(placed.loop.run_dir).receipts()
         assert [(r["step"], r["version"], r["syncs"]) for r in receipts] == [(n, n, n + 1) for n in range(STEPS + 1)]
+        shards = [s for leaf in placed.loop.cluster.installed.values() for s in leaf.addressable_shards]
+        assert len({s.device for s in shards}) == (4 if name == "all eight devices" else 2)
         copies = 2 if "data = 2" in cluster.split("rollout")[1] else 1  # fsdp and tensor cut, data keeps copies
         for r in receipts:
             assert not r["same_buffers"] and r["bytes_moved"] == r["bytes_planned"] == r["bytes_crossing"]
-            assert r["bytes_selected"] <= r["bytes_moved"] <= 2 * r["bytes_selected"]
-            assert copies == 1 or r["bytes_moved"] == 2 * r["bytes_selected"]
+            assert r["bytes_moved"] == sum(s.data.nbytes for s in shards)
+            # What no axis can cut is kept once by each device.
+            assert copies <= r["bytes_moved"] / r["bytes_selected"] <= len({s.device for s in shards})
 
 
 def test_roles_are_where_the_dial_says(place) -> None:
@@ -155,6 +159,10 @@ def test_roles_are_where_the_dial_says(place) -> None:
     assert {role: sorted(d.id for d in a.sharding.device_set) for role, a in held.items()} == {
         "actor": [0, 1], "rollout": [2, 3], "reference": [4, 5],
     }  # fmt: skip
+    eight = place(APART["all eight devices"]).loop.cluster
+    assert {d.id for role in ("actor", "rollout", "reference") for d in eight.dial.mesh(role).devices.flat} == set(
+        range(8)
+    )
     together = place(TOGETHER).loop.cluster
     assert all(together.installed[p] is a for p, a in together.trainer.trainable.items())
     shared = place(APART["reference with the rollout"]).loop.cluster
