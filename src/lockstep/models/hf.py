@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lockstep.errors import ModelError
+from lockstep.files import fsync_dir, fsync_tree
 from lockstep.models.families import TensorRef, family_of, name_map
 from lockstep.models.hf_config import config_from_spec, spec_from_config
 from lockstep.models.spec import ModelSpec
@@ -114,13 +115,12 @@ def save_folder(
         _write_tensors(partial, refs, params, max_shard_bytes)
         if tokenizer_files_from is not None:
             _copy_tokenizer(Path(tokenizer_files_from), partial)
-        for file in (*partial.iterdir(), partial):
-            _sync_to_disk(file)
+        fsync_tree(partial)
         os.replace(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync_to_disk(path.parent)
+    fsync_dir(path.parent)
 
 
 class _Tensors:
@@ -299,14 +299,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync_to_disk(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _some(names: Iterable[str]) -> str:
