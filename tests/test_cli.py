@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -286,6 +287,21 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(monkeypatch) -> None:
     assert _shown(text) == text, "a pipe gets every character"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert _shown(text) == "a\tb\n\\x1b[2J\\u202e"
+
+
+def test_an_error_that_quotes_a_model_cannot_steer_the_terminal(lockstep, tmp_path) -> None:
+    name = str(tmp_path / "x\x1b[31m")
+    code, _, err = lockstep("generate", name, "--prompt", "a")
+    assert code == 2 and "\x1b" not in err and "x\\x1b[31m" in err
+
+
+def test_output_that_cannot_be_written_is_an_error_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "lockstep", "keys"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "No space left" in done.stderr and "Traceback" not in done.stderr
+    left = subprocess.run(f"{shlex.join(command)} | head -c 1", shell=True, capture_output=True, text=True)
+    assert left.stderr == ""
 
 
 def test_a_dry_run_says_that_it_downloads(lockstep, tmp_path, monkeypatch) -> None:

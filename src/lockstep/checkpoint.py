@@ -67,8 +67,14 @@ def save(run_dir: Path, step: int, arrays: Any, meta: Mapping[str, Any]) -> Path
         shutil.rmtree(leftover)
     building = folder / f"{_BUILDING}{step}"
     building.mkdir()
-    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save((building / "arrays").absolute(), args=ocp.args.PyTreeSave(leaves))
+    try:
+        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save((building / "arrays").absolute(), args=ocp.args.PyTreeSave(leaves))
+    except (ValueError, OSError) as error:  # orbax reports a full disk as a ValueError
+        raise CheckpointError(
+            f"{final} could not be written ({str(error).splitlines()[0][:200]}); is the disk full? Earlier checkpoints "
+            f"are whole: {steps(run_dir) or 'none'}"
+        ) from error
     (building / _MANIFEST).write_text(json.dumps(manifest, allow_nan=False))
     fsync_tree(building)
     os.rename(building, final)

@@ -9,7 +9,9 @@ Everything heavy is imported inside the command that needs it, so `lockstep --he
 from __future__ import annotations
 
 import argparse
+import io
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,21 +37,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, overrides = _split_run_words(list(sys.argv[1:] if argv is None else argv))
     options = _parser().parse_args(words)
     options.overrides = overrides
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a model wrote may hold characters that the terminal's encoding has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options.command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has left (`| head`): nothing is wrong, and nobody is there to be told. Python would flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except LockstepError as e:
-        if getattr(options, "traceback", False):
-            traceback.print_exc()
-        else:
-            print(f"error: {e}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return _failed(options, str(e), EXIT_USER_ERROR)
+    except OSError as e:
+        where = f"{e.filename}: " if e.filename else ""
+        return _failed(options, f"{where}{e.strerror or e} (--traceback shows where)", EXIT_USER_ERROR)
     except KeyboardInterrupt:
-        if getattr(options, "traceback", False):
-            traceback.print_exc()
-        else:
-            print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _failed(options, None, EXIT_INTERRUPTED)
     return 0
+
+
+def _failed(options: argparse.Namespace, message: str | None, code: int) -> int:
+    """Say why on standard error; None: it was interrupted. Messages quote data and models: shown, never obeyed."""
+    if getattr(options, "traceback", False):
+        traceback.print_exc()
+    else:
+        print("interrupted" if message is None else f"error: {visible(message)}", file=sys.stderr)
+    return code
 
 
 # ---------------------------------------------------------------- run

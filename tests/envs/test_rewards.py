@@ -245,3 +245,10 @@ def test_prompts_and_completions_must_be_as_many():
     with pytest.raises(RewardError, match="got 2 and 1"):
         reward(raises_on_bad).score(prompts("1", "2"), ["good"])
     assert reward(raises_on_bad).score([], []) == []
+
+
+def test_a_reward_that_exits_is_a_reward_that_failed(tmp_path):
+    (tmp_path / "leaving.py").write_text("import sys\ndef reward(prompts, completions, rows): sys.exit(0)\n")
+    config = RewardConfig(functions=[{"name": "leaving:reward"}], folder=str(tmp_path))
+    with pytest.raises(RewardError, match=r"leaving:reward.*SystemExit"):
+        make_reward(config).score([Prompt("p", "p", (1,))], ["c"])

@@ -205,6 +205,14 @@ def test_a_missing_reasoning_gym_says_how_to_get_it(monkeypatch):
 # ---------------------------------------------------------------- files
 
 
+def test_parquet_values_without_a_python_counterpart_are_named(tmp_path):
+    times = pyarrow.array([1], pyarrow.timestamp("ns"))
+    table = pyarrow.table({"prompt": ["a"], "when": times.cast(pyarrow.int64()).cast(pyarrow.duration("ns"))})
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=r"data.parquet row 0: a value has no Python counterpart .*'when'"):
+        make(kind="file", path=str(tmp_path / "data.parquet"))
+
+
 def test_parquet_and_jsonl_give_the_same_prompts(tmp_path):
     rows = [{"prompt": f"p{i}", "answer": str(i), "n": i, "list": [i, i]} for i in range(7)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
@@ -228,6 +236,8 @@ def test_blank_lines_and_a_byte_order_mark_are_not_rows(tmp_path):
         (b"", "holds no rows"),
         (b"\n \n", "holds no rows"),
         (b'{"prompt": "a"}\n{"prompt": "b"\n', r"data.jsonl:2: broken JSON at column 15"),
+        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", r"data.jsonl:1: JSON that cannot be read: .*digits"),
+        (b'{"prompt": ' + b"[" * 100_000, r"data.jsonl:1: JSON that cannot be read: .*recursion"),
         (b'{"prompt": "a"}\n\n["b"]\n', r"data.jsonl:3: expected one JSON object per line, got list"),
         (b'{"prompt": "\xff"}\n', r"data.jsonl:1: not UTF-8"),
         (b'{"promt": "a", "x": 1}\n', r"data.jsonl:1: there is no column 'prompt' .*nearest: promt"),

@@ -136,7 +136,7 @@ def _import(module_name: str, folder: Path | None, reference: str) -> ModuleType
     importlib.invalidate_caches()  # the file may be younger than Python's listing of the folder
     try:
         module = importlib.import_module(module_name)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         missing = exc.name if isinstance(exc, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             here = [path.stem for path in folder.glob("*.py")] if folder is not None else []

@@ -104,7 +104,7 @@ class Reward:
     def _run(self, name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[_Value]:
         try:
             result = self._call(name, prompts, completions)
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             if self.on_error == "drop":
                 return [self._alone(name, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
             raise RewardError(self._blame(name, exc, prompts, completions)) from exc
@@ -124,11 +124,11 @@ class Reward:
     def _alone(self, name: str, prompt: Prompt, completion: str) -> _Value:
         try:
             result = self._call(name, [prompt], [completion])
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             return _Value(failed=f"reward {name!r} raised {describe_exception(exc)}")
         return _values(name, result, 1)[0]
 
-    def _blame(self, name: str, exc: Exception, prompts: Sequence[Prompt], completions: Sequence[str]) -> str:
+    def _blame(self, name: str, exc: BaseException, prompts: Sequence[Prompt], completions: Sequence[str]) -> str:
         """The message for a batch that raised `exc`: finds the sample by giving them to the function one at a time."""
         for prompt, completion in zip(prompts, completions, strict=True):
             alone = self._alone(name, prompt, completion)

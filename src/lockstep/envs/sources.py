@@ -188,7 +188,13 @@ class FileSource(_Columns):
 
     def row(self, index: int) -> dict[str, Any]:
         if self._table is not None:
-            return self._table.slice(index, 1).to_pylist()[0]
+            try:
+                return self._table.slice(index, 1).to_pylist()[0]
+            except (ValueError, LookupError) as exc:  # nanoseconds, an unknown time zone: no Python value for it
+                raise DataError(
+                    f"{self.where(index)}: a value has no Python counterpart ({exc}); columns: "
+                    f"{self._table.schema.names}. Leave that column out, or store it as text"
+                ) from exc
         line, data = self._lines[index]
         return _json_object(data, f"{self._path}:{line}")
 
@@ -212,6 +218,8 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not UTF-8 text: {exc}") from exc
     except json.JSONDecodeError as exc:
         raise DataError(f"{where}: broken JSON at column {exc.colno}: {exc.msg}; the line is {exc.doc[:80]!r}") from exc
+    except (ValueError, RecursionError) as exc:  # a number of thousands of digits, nesting without end
+        raise DataError(f"{where}: JSON that cannot be read: {exc}; the line begins {data[:80]!r}") from exc
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected one JSON object per line, got {type(value).__name__} {value!r:.80}")
     return value
@@ -254,7 +262,7 @@ class FunctionSource(_Columns):
     def row(self, index: int) -> dict[str, Any]:
         try:
             row = self._function(index, self._seed)
-        except Exception as exc:  # the user's code: name the call, keep the cause
+        except (Exception, SystemExit) as exc:  # the user's code: name the call, keep the cause
             raise DataError(f"{self.where(index)} raised {describe_exception(exc)}") from exc
         if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
             raise DataError(f"{self.where(index)} must return a dict with text keys, got {row!r:.120}")

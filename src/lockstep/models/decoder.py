@@ -150,24 +150,6 @@ def _logits(spec: ModelSpec, w: Weights, x: jax.Array) -> jax.Array:
     return softcap(z, spec.final_softcap)
 
 
-def _logprob_block(spec: ModelSpec, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array) -> jax.Array:
-    z = temperature_scaled(fence(_logits(spec, w, x)), temperature)
-    peak, log_sum, _ = fence(log_normaliser(z))
-    at = jnp.take_along_axis(z, target[:, None], 1)
-    return (at - peak - log_sum)[:, 0]
-
-
-def logprobs(
-    spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array
-) -> jax.Array:
-    """[N] float32 log-probabilities (nats) of target ids at the given temperature: the trainer's side of the record.
-
-    target [N] int32, -1 for padding, whose result means nothing.
-    """
-    block = functools.partial(_logprob_block, spec)
-    return tiled(block, num.tile_rows, target >= 0, cast(w, num.dtype), x, jnp.maximum(target, 0), temperature)
-
-
 def invert(weights_NM: jax.Array, uniform_N: jax.Array) -> jax.Array:
     """[N] index drawn from each row of weights [N, M] (>= 0, not all 0) by inversion: the first index whose running
     sum exceeds uniform * total. Never one of weight 0, for any uniform in [0, 1] and any order of summation."""
@@ -180,19 +162,42 @@ def invert(weights_NM: jax.Array, uniform_N: jax.Array) -> jax.Array:
     return jnp.argmax(reached > aim, -1)
 
 
-def _sample_block(
-    spec: ModelSpec, w: Weights, x: jax.Array, temperature: jax.Array, uniform: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    z = temperature_scaled(fence(_logits(spec, w, x)), temperature)
-    peak, log_sum, chunks = fence(log_normaliser(z))
+def _draw(z: jax.Array, peak: jax.Array, chunks: jax.Array, temperature: jax.Array, uniform: jax.Array) -> jax.Array:
+    """[N] token ids: the largest where temperature is 0, else by inversion, first of the chunk, then within it."""
     chunk = invert(chunks, uniform[:, 0])
     columns = chunk[:, None] * LANES + jnp.arange(LANES)
     inside = jnp.take_along_axis(z, jnp.minimum(columns, z.shape[1] - 1), 1)
     weights = jnp.where(columns < z.shape[1], jnp.exp(inside - peak), 0.0)
-    drawn = chunk * LANES + invert(weights, uniform[:, 1])
-    token = jnp.where(temperature > 0, drawn, jnp.argmax(z, -1)).astype(jnp.int32)
+    return jnp.where(temperature > 0, chunk * LANES + invert(weights, uniform[:, 1]), jnp.argmax(z, -1))
+
+
+def _head_block(
+    spec: ModelSpec, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array, uniform: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(token, its log-probability) of each row: the target where there is one (>= 0), else one drawn by `uniform`.
+
+    One block for both sides, on purpose. Drawing and scoring as two programs around the same normaliser came out with
+    other last bits for some shapes: the compiler shapes a sum by who else reads what it sums.
+    """
+    z = temperature_scaled(fence(_logits(spec, w, x)), temperature)
+    peak, log_sum, chunks = fence(log_normaliser(z))
+    drawn = _draw(*jax.lax.stop_gradient((z, peak, chunks)), temperature, uniform)
+    token = jnp.where(target >= 0, target, drawn).astype(jnp.int32)
     at = jnp.take_along_axis(z, token[:, None], 1)
     return token, (at - peak - log_sum)[:, 0]
+
+
+def logprobs(
+    spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array
+) -> jax.Array:
+    """[N] float32 log-probabilities (nats) of target ids at the given temperature: the trainer's side of the record.
+
+    target [N] int32, -1 for padding, whose result means nothing.
+    """
+    # Fenced, so that the compiler does not know them and makes of the block what it makes of it for the sampler.
+    unused = fence(jnp.full((x.shape[0], 2), 0.5, jnp.float32))
+    block = functools.partial(_head_block, spec)
+    return tiled(block, num.tile_rows, target >= 0, cast(w, num.dtype), x, target, temperature, unused)[1]
 
 
 def sample(
@@ -211,9 +216,9 @@ def sample(
         return jax.random.uniform(key, (2,)) + 2.0**-24
 
     u = jax.vmap(uniforms)(seed, index)
-    return tiled(
-        functools.partial(_sample_block, spec), num.tile_rows, index >= 0, cast(w, num.dtype), x, temperature, u
-    )
+    draw = fence(jnp.full(x.shape[:1], -1, jnp.int32))
+    block = functools.partial(_head_block, spec)
+    return tiled(block, num.tile_rows, index >= 0, cast(w, num.dtype), x, draw, temperature, u)
 
 
 def head_weights(params: Weights) -> dict[str, jax.Array]:

@@ -21,6 +21,8 @@ from lockstep.train.batching import MicroBatch
 from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
 from lockstep.types import Trajectory
 
+ROUNDING = 1e-2  # nats; differences of rounding are far below it in float32 and bfloat16, those of content above
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -196,10 +198,16 @@ class Trainer:
                     )
             if self.exact and not np.array_equal(recorded.view(np.uint32), recomputed.view(np.uint32)):
                 at = int(np.flatnonzero(recorded.view(np.uint32) != recomputed.view(np.uint32))[0])
+                was, now = float(recorded[at]), float(recomputed[at])
+                cause = (
+                    "so far apart that the sampler's weights, temperature or tokens are not the trainer's"
+                    if abs(was - now) > ROUNDING
+                    else "so close that an operation's last bits depend on what is computed beside it: a fault of "
+                    "lockstep on this processor, please report it with the run's recipe.toml and environment.json"
+                )
                 raise MismatchError(
                     f"exact mode, but token {at} of sample {trajectories[i].index} of {trajectories[i].group_id!r} "
-                    f"(policy version {trajectories[i].versions[at]}) was recorded with log-probability "
-                    f"{recorded[at]!r} and recomputed as {recomputed[at]!r}. Stale weights in the sampler or an "
-                    f"operation whose bits depend on the batch; no update was applied. To go on with a measured "
-                    'mismatch set numerics.mode = "fast"'
+                    f"(policy version {trajectories[i].versions[at]}) was recorded with log-probability {was:.9g} and "
+                    f"recomputed as {now:.9g}, {cause}. No update was applied. To go on with a measured mismatch set "
+                    'numerics.mode = "fast"'
                 )
