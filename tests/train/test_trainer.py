@@ -63,7 +63,7 @@ def test_one_ulp_in_the_record_stops_an_exact_step(plain, adam, record, advantag
     t = record[last_sample]
     token = len(t.completion_ids) - 1
     wrong = one_ulp(record, last_sample, token)
-    named = rf"token {token} of sample {t.index} of '{t.group_id}' \(policy version 0\) was recorded with .* no update"
+    named = rf"token {token} of sample {t.index} of '{t.group_id}' \(policy version 0\) was recorded with .* No update"
     step_refused(adam, plain.micro_batches(wrong, advantages, 16), wrong, MismatchError, named)
 
 

@@ -33,7 +33,7 @@ def lockstep(*args: object, code: int = 0) -> tuple[str, str]:
 def stopped(args: Sequence[object], run_dir: Path, lines: int, kind: signal.Signals, delay_s: float) -> int:
     """Start a run, stop it by a signal some time after its log has so many lines; its exit code."""
     process = subprocess.Popen(
-        words(*args), env=os.environ | {"REWARD_DELAY_S": "0.2"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        words(*args), env=os.environ | {"REWARD_DELAY_S": "0.4"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 240
     log = run_dir / "metrics.jsonl"
@@ -65,7 +65,7 @@ def same(run, whole) -> None:
 def test_killed_then_interrupted_then_finished(kit, finished, left, tmp_path) -> None:
     """kill -9 after step 4, Control-C after step 6, and the run is the one that nothing stopped."""
     recipe, run_dir = kit.folder / "recipe.toml", tmp_path / "run"
-    delay = chance().uniform(0, 0.4)
+    delay = chance().uniform(0, 0.3)
     print(f"killed {delay:.3f} s after the line of step 4")
     first = ("run", recipe, "--run.dir", tmp_path)
     assert stopped(first, run_dir, 4, signal.SIGKILL, delay) == -signal.SIGKILL
