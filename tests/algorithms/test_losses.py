@@ -100,7 +100,8 @@ def test_identities_of_the_estimators(logp: float, ref: float) -> None:
     d = float(np.float32(ref) - np.float32(logp))
     assert k1 == -d
     assert k2 == pytest.approx(d * d / 2, rel=1e-6, abs=1e-37)
-    assert k3 == pytest.approx(np.expm1(d) - d, rel=1e-5, abs=1e-7 * abs(d))
+    # float32's expm1 is right to a few units in the last place of d, which the subtraction leaves standing.
+    assert k3 == pytest.approx(np.expm1(d) - d, rel=1e-5, abs=1e-6 * abs(d))
     assert k2 >= 0 and k3 >= 0
     if logp == ref:
         assert (k1, k2, k3) == (0.0, 0.0, 0.0)
