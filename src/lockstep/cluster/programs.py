@@ -246,10 +246,7 @@ class Programs:
 def padded_rows(count: int, tile_rows: int) -> int:
     """Rows after padding: the power-of-two multiple of the tile that holds `count`, so that few shapes are compiled.
     In fast mode (tile 0) the unit is 32."""
-    size = tile_rows or 32
-    while size < count:
-        size *= 2
-    return size
+    return _doubled(tile_rows or 32, count)
 
 
 def backward_tile(rows: int) -> int:
@@ -262,10 +259,14 @@ def backward_tile(rows: int) -> int:
 
 def padded_pages(positions: int, page_size: int) -> int:
     """Width of a read index that holds `positions`: a power-of-two number of pages."""
-    size = page_size
-    while size < positions:
-        size *= 2
-    return size
+    return _doubled(page_size, positions)
+
+
+def _doubled(unit: int, wanted: int) -> int:
+    """The smallest power-of-two multiple of `unit` that is at least `wanted`."""
+    while unit < wanted:
+        unit *= 2
+    return unit
 
 
 def numpy_rows(num_devices: int, rows: int, width: int, trash: int) -> Rows:
