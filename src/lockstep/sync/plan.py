@@ -1,0 +1,153 @@
+"""The plan of a weight sync, as a value: printed, proved and priced without a device or a weight.
+
+`planner.make_plan` makes it, `certificate.check` proves it by code of its own, the transports carry it out.
+Imports no jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from lockstep.sync.layout import Layout
+from lockstep.sync.mapping import FormatMap
+
+Region = tuple[tuple[int, int, int], ...]
+"""A strided part of an array: (start, stop, step) per dim, as `slice` reads them."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What one side holds of one leaf: shape, dtype (a name that jax knows, such as `bfloat16`) and layout."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """What moving bytes costs. Every device sends at `link_gbps` and receives at `link_gbps` at the same time (Gbit/s,
+    10^9 bits). bisection_gbps: what all devices together can move (None: no limit besides the links). latency_s: added
+    per round. memory_gbps: reading plus writing of local copies."""
+
+    link_gbps: float = 400.0
+    bisection_gbps: float | None = None
+    latency_s: float = 20e-6
+    memory_gbps: float = 8000.0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message, or one local copy (sender == the only receiver).
+
+    target, piece: which piece of which destination leaf. source, source_region: what is read, of which source leaf
+    (indices into the whole leaf). target_region: where it goes in the whole destination leaf; dims in the destination's
+    order. bytes: per receiver, in the type that crosses (`LeafPlan.wire_dtype`). relay: the sender holds it as a
+    receiver of an earlier round, in the destination's form. round: from 0.
+    """
+
+    target: str
+    piece: int
+    source: str
+    source_region: Region
+    target_region: Region
+    sender: int
+    receivers: tuple[int, ...]
+    bytes: int
+    round: int
+    relay: bool = False
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """One destination leaf. Bytes count replicas, except `bytes`.
+
+    in_place: every destination device holds exactly its part already, in the right form: buffers are reused, all
+    byte counts below are 0. Else the leaf is written whole into new buffers: bytes_written = bytes_local (from the very
+    device, at the destination's type) + bytes_filled (zeros) + what comes over links; bytes_crossing is what crosses
+    links, in the type that crosses (wire_dtype: the smaller of the two sides' types).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    wire_dtype: str
+    sources: tuple[str, ...]
+    operations: tuple[str, ...]
+    source_layout: Layout
+    target_layout: Layout
+    in_place: bool
+    bytes: int
+    bytes_written: int
+    bytes_local: int
+    bytes_filled: int
+    bytes_crossing: int
+
+    @property
+    def crosses(self) -> bool:
+        return self.bytes_crossing > 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds that no plan can beat under the link model: what the busiest receiver must take in, what the best
+    balanced senders must give out, what the bisection lets through."""
+
+    receive_s: float
+    send_s: float
+    bisection_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.receive_s, self.send_s, self.bisection_s)
+
+
+class Transfers(Protocol):
+    """Lists the transfers of one destination leaf, or of all; made on demand, because a large plan has millions."""
+
+    def __call__(self, target: str | None = None) -> Iterator[Transfer]: ...
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """What crosses, how, from whom to whom, when, and what it costs. Make it with `planner.make_plan`.
+
+    devices: numbers of all devices of both sides, increasing; `sent`, `received` [devices] int64 bytes over links in
+    that order; `links` [devices, devices] int64: bytes from row to column. new_bytes: most bytes of new buffers on one
+    destination device. rounds: number of them. peak_staging_bytes: most bytes that one device sends or receives in one
+    round, at most staging_bytes. relayed: whether receivers pass on what they got. load_over_bound: the busiest link
+    end's bytes over what the bounds allow (1.0: optimal); 1.0 when nothing crosses. seconds: predicted, rounds and
+    latency included. hash: of everything that decides what is carried out (leaves, layouts, mapping, senders, rounds).
+    """
+
+    source: Mapping[str, Placed]
+    destination: Mapping[str, Placed]
+    mapping: FormatMap
+    link: LinkModel
+    staging_bytes: int
+    leaves: Mapping[str, LeafPlan]
+    devices: tuple[int, ...]
+    sent: np.ndarray
+    received: np.ndarray
+    links: np.ndarray
+    new_bytes: int
+    rounds: int
+    peak_staging_bytes: int
+    relayed: bool
+    bounds: Bounds
+    load_over_bound: float
+    seconds: float
+    hash: str
+    transfers: Transfers
+
+    @property
+    def bytes_crossing(self) -> int:
+        return sum(leaf.bytes_crossing for leaf in self.leaves.values())
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(leaf.bytes_written for leaf in self.leaves.values())
