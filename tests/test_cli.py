@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lockstep.cli import _escaped, _shown, _split_run_words, main
+from lockstep.cli import main
+from lockstep.cli.run import split_run_words
+from lockstep.cli.words import escaped, shown
 from lockstep.models.hf import load_folder, save_folder
 from lockstep.models.init import init_params
 from lockstep.models.spec import LayerKind, ModelSpec, Rope
@@ -97,13 +99,11 @@ def test_the_package_answers_lazily() -> None:
     ],
 )
 def test_overrides_are_taken_out_before_argparse(words: str, own: str, overrides: str) -> None:
-    assert _split_run_words(words.split()) == (own.split(), overrides.split())
+    assert split_run_words(words.split()) == (own.split(), overrides.split())
 
 
 def test_escapes_in_a_stop_text() -> None:
-    assert (
-        _escaped(r"\n") == "\n" and _escaped(r"a\tb") == "a\tb" and _escaped(r"\\n") == r"\n" and _escaped("\n") == "\n"
-    )
+    assert escaped(r"\n") == "\n" and escaped(r"a\tb") == "a\tb" and escaped(r"\\n") == r"\n" and escaped("\n") == "\n"
 
 
 # ---------------------------------------------------------------- errors
@@ -284,9 +284,9 @@ def test_run_report_export_generate(lockstep, recipe, tmp_path, monkeypatch) -> 
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(monkeypatch) -> None:
     text = "a\tb\n\x1b[2J\u202e"
-    assert _shown(text) == text, "a pipe gets every character"
+    assert shown(text) == text, "a pipe gets every character"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert _shown(text) == "a\tb\n\\x1b[2J\\u202e"
+    assert shown(text) == "a\tb\n\\x1b[2J\\u202e"
 
 
 def test_an_error_that_quotes_a_model_cannot_steer_the_terminal(lockstep, tmp_path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import lockstep.sections
-from lockstep.cli import _parser, _split_run_words
+from lockstep.cli import make_parser
+from lockstep.cli.run import split_run_words
 from lockstep.config import ROLES, Config, RewardFunction, load_config
 from lockstep.overrides import apply_overrides
 from lockstep.schema import find, keys, sections_in
@@ -36,8 +37,8 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_a_documented_command_is_one(page: str, line: str) -> None:
-    words, overrides = _split_run_words(shlex.split(line, comments=True)[1:])
-    options = _parser().parse_args(words)
+    words, overrides = split_run_words(shlex.split(line, comments=True)[1:])
+    options = make_parser().parse_args(words)
     recipe = getattr(options, "recipe", None)
     if recipe is not None and (ROOT / recipe).is_file():
         load_config(ROOT / recipe, overrides)

@@ -1,0 +1,110 @@
+"""The command line. Thin: each command reads its words, calls one function of the package, prints what comes back.
+
+Exit codes: 0 done; 2 the user can mend it (a `LockstepError`, printed without a traceback, or wrong words);
+130 interrupted; 1 anything else, which is a fault of ours and shows its traceback.
+
+Everything heavy is imported inside the command that needs it, so `lockstep --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.cli.models import add_generate, add_models
+from lockstep.cli.results import add_results
+from lockstep.cli.run import add_keys, add_run, split_run_words
+from lockstep.errors import LockstepError
+from lockstep.text import visible
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. argv: the words after `lockstep`; default: those of the process. Returns: the exit code.
+
+    Raises: SystemExit from argparse (0 after help, 2 for wrong words).
+    """
+    words, overrides = split_run_words(list(sys.argv[1:] if argv is None else argv))
+    options = make_parser().parse_args(words)
+    options.overrides = overrides
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a model wrote may hold characters that the terminal's encoding has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        options.command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has left (`| head`): nothing is wrong, and nobody is there to be told. Python would flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except LockstepError as e:
+        return _failed(options, str(e), EXIT_USER_ERROR)
+    except OSError as e:
+        where = f"{e.filename}: " if e.filename else ""
+        return _failed(options, f"{where}{e.strerror or e} (--traceback shows where)", EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        return _failed(options, None, EXIT_INTERRUPTED)
+    return 0
+
+
+def _failed(options: argparse.Namespace, message: str | None, code: int) -> int:
+    """Say why on standard error; None: it was interrupted. Messages quote data and models: shown, never obeyed."""
+    if getattr(options, "traceback", False):
+        traceback.print_exc()
+    else:
+        print("interrupted" if message is None else f"error: {visible(message)}", file=sys.stderr)
+    return code
+
+
+class _Version(argparse.Action):
+    """`--version`: the version is looked up only when asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help="print the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: Any) -> None:
+        import lockstep
+
+        print(f"lockstep {lockstep.__version__}")
+        parser.exit()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The words of every command."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error was raised"
+    )
+    parser = argparse.ArgumentParser(
+        prog="lockstep",
+        description="RL post-training for language models on JAX: sampler and trainer agree bit for bit.",
+        parents=[common],
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(
+        name: str, command: Callable[[argparse.Namespace], None], help: str, **more: Any
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=help, description=help, parents=[common], allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter, **more,
+        )  # fmt: skip
+        sub.set_defaults(command=command)
+        return sub
+
+    add_run(add)
+    add_models(add, common)
+    add_generate(add)
+    add_keys(add)
+    add_results(add)
+    return parser

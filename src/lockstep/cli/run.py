@@ -1,0 +1,117 @@
+"""`lockstep run` and `lockstep keys`: recipes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.cli.words import Add, run_directory, say
+from lockstep.errors import ConfigError
+from lockstep.text import did_you_mean
+
+_RUN_FLAGS = ("--dry-run", "--traceback", "--help", "-h")
+_RUN_VALUES = ("--resume", "--name")
+
+
+def split_run_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Take the overrides out of the words of `run`, before argparse meets them: it would take `1e-3` of `--optim.lr
+    1e-3` for the recipe, and `-1` for an option. Every `--word` that is not an option of `run` is an override."""
+    command = next((word for word in words if word != "--traceback"), None)
+    if command != "run":  # what another command does not know, argparse refuses
+        return words, []
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if not name.startswith("--") or name in _RUN_FLAGS:
+            own.append(word)
+        else:
+            kept = own if name in _RUN_VALUES else overrides
+            kept.append(word)
+            if not equals and rest:
+                kept.append(rest.pop(0))
+    return own, overrides
+
+
+def _run(options: argparse.Namespace) -> None:
+    from lockstep.config import Config, load_config
+    from lockstep.overrides import apply_overrides
+
+    overrides = list(options.overrides)
+    _refuse_mistyped_options(overrides, list(Config.model_fields))
+    apply_overrides(Config, {}, overrides, Path.cwd())  # a mistyped key first: it may have swallowed the recipe
+    if options.resume is not None:
+        if options.recipe is not None or options.name is not None:
+            given = f"recipe {options.recipe}" if options.recipe is not None else f"--name {options.name}"
+            raise ConfigError(f"--resume goes on with the run's own recipe and folder; leave out the {given}")
+        resume = run_directory(options.resume)
+        config = load_config(resume / "recipe.toml", overrides)
+    elif options.recipe is None:
+        raise ConfigError("which recipe? expected `lockstep run RECIPE` or `lockstep run --resume DIR`")
+    else:
+        resume = None
+        config = load_config(
+            options.recipe, overrides + ([] if options.name is None else [f"--run.name={options.name}"])
+        )
+    if options.dry_run:
+        from lockstep.models.catalog import KNOWN_MODELS
+        from lockstep.models.fetch import verified
+        from lockstep.train.plan import describe
+
+        if config.model.name in KNOWN_MODELS:
+            verified(KNOWN_MODELS[config.model.name], say)  # here, where it can say that it downloads
+        print(describe(config))
+        return
+    from lockstep.train.loop import run
+
+    print(f"run directory: {run(config, resume=resume)}")
+
+
+def _refuse_mistyped_options(overrides: list[str], sections: list[str]) -> None:
+    """`--dryrun` is an option mistyped rather than an unknown key."""
+    for word in overrides:
+        name = word.partition("=")[0]
+        if not name.startswith("--") or "." in name or name.removeprefix("--") in sections:
+            continue
+        near = did_you_mean(name, [*_RUN_FLAGS, *_RUN_VALUES], cutoff=0.75)
+        if near:
+            raise ConfigError(f"unknown option {name}{near}")
+
+
+def _keys(options: argparse.Namespace) -> None:
+    from lockstep.config import Config
+    from lockstep.keydocs import listing, markdown
+    from lockstep.schema import keys, suggest
+
+    if options.markdown:
+        print(markdown(Config), end="")
+        return
+    shown = [k for k in keys(Config) if not options.word or options.word in k.path]
+    if not shown:
+        raise ConfigError(f"no key contains {options.word!r}; {suggest(Config, options.word)}")
+    print(listing(shown))
+
+
+def add_run(add: Add) -> None:
+    run = add(
+        "run",
+        _run,
+        "train",
+        usage="lockstep run RECIPE [--section.key VALUE ...] [--name N] [--dry-run]\n"
+        "       lockstep run --resume DIR [--section.key VALUE ...]",
+        epilog="Any key of the recipe can be given as --section.key VALUE, with the value as in TOML:\n"
+        "  lockstep run recipes/addition.toml --optim.lr 1e-3 --rollout.samples 16 --lora none\n"
+        "`lockstep keys` explains the keys.",
+    )
+    run.add_argument("recipe", nargs="?", metavar="RECIPE", help="TOML file")
+    run.add_argument("--dry-run", action="store_true", help="print what would run, and what it costs; run nothing")
+    run.add_argument("--resume", metavar="DIR", help="go on with the run in this directory, bit for bit")
+    run.add_argument("--name", metavar="N", help="short for --run.name N")
+
+
+def add_keys(add: Add) -> None:
+    keys = add("keys", _keys, "explain the keys of a recipe")
+    keys.add_argument("word", nargs="?", metavar="WORD", help="only keys that contain this, such as optim or tokens")
+    keys.add_argument("--markdown", action="store_true", help="as the tables of docs/recipes.md")
