@@ -1,11 +1,12 @@
-"""What errors suggest for a name that nothing has."""
+"""What errors suggest for a name that nothing has; sizes for people."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.text import closest, did_you_mean
+from lockstep.text import closest, did_you_mean, format_bytes
 
 NAMES = ["temperature", "samples", "prompts"]
 
@@ -23,3 +24,10 @@ def test_suggestions_are_known_names(word: str, known: list[str], count: int) ->
     found = closest(word, known, count=count)
     assert len(found) <= count and set(found) <= set(known)
     assert word not in known or not word or found[0] == word
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (16_060_522_496, "14.96 GiB")]
+)
+def test_format_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text

@@ -62,3 +62,13 @@ def number(value: Any) -> str:
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e9):
         return f"{int(value)}"
     return f"{value:.4g}"
+
+
+def format_bytes(count: int) -> str:
+    """`512 B`, `1.5 KiB`, `14.96 GiB`."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}" if unit != "B" else f"{count} B"

@@ -3,7 +3,7 @@ import json
 import jax
 import pytest
 
-from lockstep.cluster.mesh import Dial, format_bytes
+from lockstep.cluster.mesh import Dial
 from lockstep.config import ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.models.spec import Leaf
@@ -92,10 +92,3 @@ def test_describe_is_a_table_with_bytes_per_device_and_the_dims_left_whole():
         "6 of 8 devices used (cpu)",
         "actor: layers.*.k dim 1 (kv_heads = 3) stays whole: tensor = 2 does not divide it (2 leaves)",
     ]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (16_060_522_496, "14.96 GiB")]
-)
-def test_format_bytes(count, text):
-    assert format_bytes(count) == text

@@ -16,6 +16,7 @@ from lockstep.cluster.sharding import device_ranges, unsharded
 from lockstep.config import ROLES, ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.models.spec import Leaf
+from lockstep.text import format_bytes
 
 Bytes = Mapping[str, Mapping[str, int]]
 """role -> what (`parameters`, `optimizer`, `kv`, ...) -> bytes on each device."""
@@ -119,13 +120,3 @@ class Dial:
                 counts[text] = counts.get(text, 0) + 1
             lines += [f"{name}: {text} ({n} {'leaf' if n == 1 else 'leaves'})" for text, n in counts.items()]
         return lines
-
-
-def format_bytes(count: int) -> str:
-    """`512 B`, `1.5 KiB`, `14.96 GiB`."""
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.4g} {unit}" if unit != "B" else f"{count} B"

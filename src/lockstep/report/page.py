@@ -14,12 +14,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from lockstep.cluster.mesh import format_bytes
 from lockstep.files import write_atomic
 from lockstep.report.charts import Series, line_chart, rolling_mean, stacked_bars
 from lockstep.report.data import RunData, finite, mean, read_run
 from lockstep.report.samples import pick_samples
-from lockstep.text import duration, number, visible
+from lockstep.text import duration, format_bytes, number, visible
 
 PHASES = ("generate", "score", "train", "sync", "wait")
 TABLE_ROWS = 2000
