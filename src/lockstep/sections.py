@@ -149,6 +149,12 @@ class ClusterConfig(Section):
         return mesh
 
     @property
+    def shapes(self) -> dict[str, Mapping[str, int] | str]:
+        """Role -> its mesh's axes, or the role whose mesh it uses: what `cluster.roles.assign` takes."""
+        values = {role: getattr(self, role) for role in ROLES}
+        return {role: value if isinstance(value, str) else value.axes for role, value in values.items()}
+
+    @property
     def num_devices(self) -> int:
         """Devices over all meshes."""
         return sum(self.mesh(r).size for r in ROLES if self.owner(r) == r)

@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.dry_run:
         from lockstep.models.catalog import KNOWN_MODELS
         from lockstep.models.fetch import verified
-        from lockstep.train.plan import describe
+        from lockstep.train.dry_run import describe
 
         if config.model.name in KNOWN_MODELS:
             verified(KNOWN_MODELS[config.model.name], say)  # here, where it can say that it downloads

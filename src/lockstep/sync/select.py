@@ -7,11 +7,13 @@ it cannot be selected; handing it in is an error like any other unknown leaf.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import jax
+from typing import TYPE_CHECKING
 
 from lockstep.errors import SyncError
 from lockstep.models.spec import Leaf
+
+if TYPE_CHECKING:  # only named here; what trains can be asked without it
+    import jax
 
 _SHOWN = 5  # names in a message; the rest are counted
 

@@ -16,7 +16,7 @@ from lockstep.cluster.devices import default_memory, device_kinds, snapshot_memo
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place, shardings
-from lockstep.config import Config, LoraConfig, OptimConfig
+from lockstep.config import Config, OptimConfig
 from lockstep.envs.base import Task
 from lockstep.envs.rewards import Reward, make_reward
 from lockstep.envs.tasks import make_task
@@ -25,18 +25,17 @@ from lockstep.models import load_model
 from lockstep.models.catalog import LoadedModel
 from lockstep.models.decoder import Numerics
 from lockstep.models.init import init_leaf
-from lockstep.models.lora import LoraSpec, adapter_table
-from lockstep.models.spec import Leaf, ModelSpec, leaf_table
+from lockstep.models.lora import LoraSpec
+from lockstep.models.spec import ModelSpec, leaf_table
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.engine import Engine, make_fingerprint
-from lockstep.sync.select import listed, trainable_leaves
+from lockstep.sync.select import listed
 from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
+from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, split_leaves
 from lockstep.train.trainer import Trainer
 from lockstep.types import Fingerprint, SamplingParams
-
-TRAINABLE_DTYPE = "float32"  # master copies: a bfloat16 weight loses updates below 2^-8 of itself
 
 
 @dataclass(frozen=True)
@@ -72,38 +71,6 @@ class Cluster:
     installed: dict[str, jax.Array]
     source: str
     model_digest: str
-
-
-def lora_spec(config: LoraConfig | None, spec: ModelSpec) -> LoraSpec | None:
-    """The adapter's shape. Raises ConfigError when it asks for more layers than there are."""
-    if config is None:
-        return None
-    if config.last_layers > spec.num_layers:
-        raise ConfigError(
-            f"lora.last_layers = {config.last_layers}, but the model has {spec.num_layers} layers; use 1 to "
-            f"{spec.num_layers}, or 0 for all"
-        )
-    return LoraSpec(config.rank, config.alpha, tuple(config.targets), config.last_layers)
-
-
-@dataclass(frozen=True)
-class LeafSplit:
-    """Every leaf of a run's policy. trains: held in float32. frozen: in the model's dtype; none without LoRA."""
-
-    lora: LoraSpec | None
-    trains: dict[str, Leaf]
-    frozen: dict[str, Leaf]
-
-    @property
-    def all(self) -> dict[str, Leaf]:
-        return {**self.frozen, **self.trains}
-
-
-def split_leaves(config: Config, spec: ModelSpec) -> LeafSplit:
-    """What trains under this recipe, and what does not. Raises ConfigError as `lora_spec` does."""
-    lora, table = lora_spec(config.lora, spec), leaf_table(spec)
-    trains = trainable_leaves(table, adapter_table(spec, lora) if lora else None)
-    return LeafSplit(lora, trains, table if lora else {})
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:

@@ -17,7 +17,8 @@ from lockstep.models import load_model
 from lockstep.models.hf import save_folder
 from lockstep.models.lora import merge
 from lockstep.sync.verify import leaf_digests, tree_digest
-from lockstep.train.assembly import TRAINABLE_DTYPE, make_optimizer, make_schedule, split_leaves
+from lockstep.train.assembly import make_optimizer, make_schedule
+from lockstep.train.policy import TRAINABLE_DTYPE, split_leaves
 
 
 def export_run(run_dir: Path, to: Path, say: Callable[[str], None] | None = None) -> None:

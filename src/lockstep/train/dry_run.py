@@ -5,22 +5,17 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from lockstep.cluster.cuts import bytes_per_device
 from lockstep.cluster.mesh import Dial, format_bytes
 from lockstep.cluster.roles import ROLES
-from lockstep.cluster.sharding import bytes_per_device, shardings
+from lockstep.cluster.sharding import shardings
 from lockstep.config import Config
 from lockstep.models.catalog import load_spec
 from lockstep.models.spec import Leaf, ModelSpec, leaf_table, num_parameters
 from lockstep.rollout.engine import enough_pages
 from lockstep.sync.transfer import plan_leaf
-from lockstep.train.assembly import (
-    TRAINABLE_DTYPE,
-    LeafSplit,
-    longest_sequence,
-    measures_kl,
-    snapshot_column,
-    split_leaves,
-)
+from lockstep.train.assembly import longest_sequence, measures_kl, snapshot_column
+from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, split_leaves
 
 
 def describe(config: Config) -> str:

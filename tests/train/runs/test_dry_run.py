@@ -14,8 +14,9 @@ from lockstep.models.catalog import load_spec
 from lockstep.models.hf import save_folder
 from lockstep.models.init import init_params
 from lockstep.models.spec import num_parameters
-from lockstep.train.assembly import build, bytes_per_role, device_bytes, snapshot_column, split_leaves
-from lockstep.train.plan import describe, planned_bytes
+from lockstep.train.assembly import build, bytes_per_role, device_bytes, snapshot_column
+from lockstep.train.dry_run import describe, planned_bytes
+from lockstep.train.policy import split_leaves
 
 APART = "--cluster={actor = {fsdp = 2, tensor = 2}, rollout = {data = 2}, reference = {tensor = 2}}"
 CASES = {
