@@ -5,19 +5,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lockstep.cluster.cuts import RULES, bytes_per_device, cut, unsharded
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.sharding import (
-    RULES,
-    bytes_per_device,
-    cut,
-    describe_layout,
-    gather,
-    place,
-    reduce_gradient,
-    shardings,
-    spec_for,
-    unsharded,
-)
+from lockstep.cluster.sharding import describe_layout, gather, place, reduce_gradient, shardings, spec_for
 from lockstep.errors import SyncError
 from lockstep.models.spec import LayerKind, Leaf, ModelSpec, Rope, leaf_table
 

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from lockstep.cluster.cuts import unsharded
 from lockstep.cluster.devices import available_devices, device_kinds
 from lockstep.cluster.roles import AXES, Role, Shape, assign
-from lockstep.cluster.sharding import device_ranges, unsharded
-from lockstep.config import ROLES, ClusterConfig
+from lockstep.cluster.sharding import device_ranges
+from lockstep.config import ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.models.spec import Leaf
 from lockstep.text import format_bytes
@@ -52,11 +53,7 @@ class Dial:
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> Dial:
         """From the `[cluster]` section of a recipe, on simulated devices if it asks for them."""
-        shapes: dict[str, Shape | str] = {}
-        for name in ROLES:
-            value = getattr(cluster, name)
-            shapes[name] = value if isinstance(value, str) else value.axes
-        return cls.build(shapes, available_devices(cluster.cpu_devices))
+        return cls.build(cluster.shapes, available_devices(cluster.cpu_devices))
 
     def role(self, name: str) -> Role:
         """The role's place. Raises ConfigError if the dial has no such role."""
