@@ -180,9 +180,9 @@ def piece_problem(piece: Piece, shape: tuple[int, ...], source: tuple[int, ...])
     read = [dim for dim in piece.dims if dim is not None] + [dim for dim, _ in piece.fixed]
     if sorted(read) != list(range(len(source))):
         return f"a piece reads the dims {read} of a leaf of shape {source}; each must be read once"
-    for dim, index in piece.fixed:
-        if not 0 <= index < source[dim]:
-            return f"a piece takes index {index} of dim {dim}, the source's shape is {source}"
+    for taken, index in piece.fixed:
+        if not 0 <= index < source[taken]:
+            return f"a piece takes index {index} of dim {taken}, the source's shape is {source}"
     for at, (dim, run) in enumerate(zip(piece.dims, piece.runs, strict=True)):
         if run.count < 1 or run.source_step < 1 or run.target_step < 1 or (dim is None and run.count != 1):
             return f"a piece has the run {run} along dim {at}"

@@ -77,12 +77,12 @@ def fuse(targets: Sequence[Target], dim: int, *, ranks: int = 1) -> Target:
     names = ", ".join(_short(target) for target in targets)
     if ranks == 1:
         return _joined(targets, dim, f"fuse {names}")
-    uneven = [target for target in targets if target.shape[dim] % ranks]
-    if uneven or ranks < 1:
-        raise SyncError(
-            f"fuse {names}: {_short((uneven or targets)[0])} has {(uneven or targets)[0].shape[dim]} along dim {dim}, "
-            f"not a multiple of {ranks} tensor ranks; use fewer ranks, or declare repeat_kv or a padding first"
-        )
+    for target in targets:
+        if ranks < 1 or target.shape[dim] % ranks:
+            raise SyncError(
+                f"fuse {names}: {_short(target)} has {target.shape[dim]} along dim {dim}, not a multiple of {ranks} "
+                f"tensor ranks; use fewer ranks, or declare repeat_kv or a padding first"
+            )
     sliced = [_even(target, dim, ranks) for target in targets]
     return _joined([parts[rank] for rank in range(ranks) for parts in sliced], dim, f"fuse {names} by {ranks} ranks")
 
