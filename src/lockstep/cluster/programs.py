@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep.cluster.sharding import gather, reduce_gradient, spec_for
 from lockstep.models import decoder
 from lockstep.models.decoder import LayerConstants, Numerics, Pool, Rows, Weights
-from lockstep.models.spec import Leaf, ModelSpec
+from lockstep.models.spec import Leaf, ModelSpec, require_decoder
 
 BACKWARD_ROWS = 128  # bounds the memory of attention and head in the backward pass, whose bits nobody compares
 
@@ -53,9 +53,12 @@ class Programs:
 
     Row arrays are global: leading dimension `num_devices * N`, device d owning rows d*N..(d+1)*N-1, and every pool row
     number in `Rows` counts within its device's share of the pool.
+
+    Raises ModelError for a model that the decoder cannot compute.
     """
 
     def __init__(self, spec: ModelSpec, num: Numerics, mesh: Mesh, leaves: Mapping[str, Leaf]) -> None:
+        require_decoder(spec)
         self.spec, self.num, self.mesh, self.leaves = spec, num, mesh, dict(leaves)
         self.axes = tuple(mesh.axis_names)
         self.num_devices = mesh.size

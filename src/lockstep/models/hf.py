@@ -168,7 +168,7 @@ class _Tensors:
 
     def check_names(self, refs: Mapping[str, TensorRef]) -> None:
         """Every expected tensor is there and no other, but for the head of a tied model (its values are checked)."""
-        expected = {ref.name for ref in refs.values()}
+        expected = {name for ref in refs.values() for name in ref.names}
         missing = [n for n in expected if n not in self.files]
         extra = [n for n in self.files if n not in expected and not (n == "lm_head.weight" and "head" not in refs)]
         if missing or extra:
@@ -214,10 +214,21 @@ def _listed_files(path: Path) -> dict[str, str]:
 
 
 def _leaf(tensors: _Tensors, ref: TensorRef, dtype: str, check_finite: bool) -> np.ndarray:
-    array = tensors.read(ref.name, ref.shape)
-    if check_finite and not np.isfinite(array).all():
-        raise ModelError(f"{tensors.path}: tensor {ref.name!r} holds NaN or infinity")
-    return ref.convert(array if dtype == "stored" else array.astype(_LOADED[dtype], copy=False))
+    dtypes = set()
+
+    def read(name: str) -> np.ndarray:
+        array = tensors.read(name, ref.shape)
+        dtypes.add(str(array.dtype))
+        if check_finite and not np.isfinite(array).all():
+            raise ModelError(f"{tensors.path}: tensor {name!r} holds NaN or infinity")
+        if dtype == "stored" and len(dtypes) > 1:
+            raise ModelError(
+                f"{tensors.path}: the tensors {ref.name!r} are one leaf, but stored as {' and '.join(sorted(dtypes))}; "
+                "load them as float32 or bfloat16"
+            )
+        return array if dtype == "stored" else array.astype(_LOADED[dtype], copy=False)
+
+    return ref.gather(read)
 
 
 def _check_tied(tensors: _Tensors, embed: TensorRef) -> None:
@@ -234,9 +245,8 @@ def _check_params(refs: Mapping[str, TensorRef], params: Mapping[str, Any]) -> N
     if missing or extra:
         raise ModelError(f"parameters do not fit the spec. Missing: {_some(missing)}. Not expected: {_some(extra)}")
     for leaf, ref in refs.items():
-        expected = ref.shape[::-1] if ref.op == "transpose" else ref.shape
-        if tuple(params[leaf].shape) != expected:
-            raise ModelError(f"leaf {leaf!r} has shape {tuple(params[leaf].shape)}; the spec asks for {expected}")
+        if tuple(params[leaf].shape) != ref.leaf_shape:
+            raise ModelError(f"leaf {leaf!r} has shape {tuple(params[leaf].shape)}; the spec asks for {ref.leaf_shape}")
         if str(params[leaf].dtype) not in _DTYPES.values():
             raise ModelError(f"leaf {leaf!r} is {params[leaf].dtype}; folders hold {', '.join(_DTYPES.values())}")
 
@@ -260,7 +270,7 @@ def _write_tensors(folder: Path, refs: Mapping[str, TensorRef], params: Mapping[
     weight_map: dict[str, str] = {}
     for number, leaves in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {refs[leaf].name: refs[leaf].convert(np.asarray(params[leaf])) for leaf in leaves}
+        tensors = {name: t for leaf in leaves for name, t in refs[leaf].spread(np.asarray(params[leaf])).items()}
         # transformers refuses a file whose metadata does not name a framework.
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)

@@ -17,14 +17,14 @@ from lockstep.models.spec import Leaf, ModelSpec, leaf_table
 
 def init_leaf(leaf: Leaf, seed: int, norm_offset: float = 0.0) -> np.ndarray:
     """One leaf, float32. `normal` has std 1/sqrt(fan_in); the fan-in of a [vocab, dim] table is dim, because the head
-    contracts over it."""
+    contracts over it, that of stacked experts [E, in, out] is in."""
     if leaf.init == "zeros":
         return np.zeros(leaf.shape, np.float32)
     if leaf.init == "norm":
         return np.full(leaf.shape, 1.0 - norm_offset, np.float32)
     digest = hashlib.sha256(f"{seed}/{leaf.path}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-    fan_in = leaf.shape[-1] if leaf.axes[0] == "vocab" else leaf.shape[0]
+    fan_in = leaf.shape[-1] if leaf.axes[0] == "vocab" else leaf.shape[-2]
     return generator.standard_normal(leaf.shape, np.float32) * np.float32(1 / math.sqrt(fan_in))
 
 
