@@ -6,6 +6,7 @@ compiled programs are kept. A new accelerator needs a look at this file and at n
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -13,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from lockstep.errors import ConfigError
 
 PINNED_HOST = "pinned_host"
+ALIGNMENT = 64  # bytes; host memory aligned so is adopted by the CPU client, other memory is copied
 
 # XLA's CPU client aborts the whole process when one device waits 40 s for another in a collective. Simulated devices
 # share few cores, so a large step on a busy machine gets there without anything being wrong.
@@ -93,6 +96,34 @@ def default_memory(device: jax.Device) -> str:
 def snapshot_memory(device: jax.Device) -> str:
     """Where copies that nothing computes on are kept: pinned host memory if the device lists it, else its default."""
     return PINNED_HOST if PINNED_HOST in memory_kinds(device) else default_memory(device)
+
+
+def in_host_memory(devices: Sequence[jax.Device]) -> bool:
+    """Whether arrays on these devices are plain memory of this process, which `host_view` can read."""
+    return all(device.platform == "cpu" for device in devices)
+
+
+def host_view(array: jax.Array) -> np.ndarray:
+    """The very memory of an array on one device for which `in_host_memory` holds, read-only; waits until it is there.
+
+    The view keeps nothing alive: hold `array` for as long as the view is read. (A view that jax makes itself would keep
+    the buffer from being donated for as long as the array lives.)
+    """
+    jax.block_until_ready(array)
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    view = np.ctypeslib.as_array(memory).view(array.dtype).reshape(array.shape)
+    view.flags.writeable = False
+    return view
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Fresh host memory that jax's CPU client adopts instead of copying it. Its content is undefined."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def enable_compilation_cache(path: str | Path) -> None:

@@ -46,7 +46,7 @@ def select(tree: Mapping[str, jax.Array], trainable: Mapping[str, Leaf]) -> dict
     return {path: tree[path] for path in trainable}
 
 
-def check_names(tree: Mapping[str, object], leaves: Mapping[str, Leaf], side: str) -> None:
+def check_names(tree: Mapping[str, object], leaves: Mapping[str, object], side: str) -> None:
     """Raise SyncError unless `tree` has every one of `leaves`, and nothing besides."""
     missing = [path for path in leaves if path not in tree]
     unknown = [path for path in tree if path not in leaves]
