@@ -63,7 +63,7 @@ def test_layers_are_in_numeric_order() -> None:
 
 
 def test_every_family_has_one_tensor_per_leaf() -> None:
-    for family in FAMILIES.values():
+    for family in (f for f in FAMILIES.values() if f.experts == "none"):  # the others: test_experts.py
         spec = small_spec(family=family.name, qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, post_norms=family.gemma)
         refs = name_map(spec)
         assert refs.keys() == leaf_table(spec).keys()

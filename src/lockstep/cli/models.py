@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def _models_list(options: argparse.Namespace) -> None:
-    from lockstep.models.catalog import list_models
+    from lockstep.models.catalog import list_configs, list_models
 
-    for model in list_models():
+    for model in [*list_models(), *list_configs()]:
         print(model)
 
 

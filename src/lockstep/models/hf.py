@@ -251,26 +251,29 @@ def _check_params(refs: Mapping[str, TensorRef], params: Mapping[str, Any]) -> N
             raise ModelError(f"leaf {leaf!r} is {params[leaf].dtype}; folders hold {', '.join(_DTYPES.values())}")
 
 
-def _shards(refs: Mapping[str, TensorRef], params: Mapping[str, Any], limit: int) -> list[list[str]]:
-    """Leaf paths per file, in order."""
-    shards: list[list[str]] = [[]]
+def _shards(refs: Mapping[str, TensorRef], params: Mapping[str, Any], limit: int) -> list[dict[str, list[int]]]:
+    """Per file, in order: leaf path -> which of its tensors (0 alone unless the leaf is a stack)."""
+    shards: list[dict[str, list[int]]] = [{}]
     filled = 0
-    for leaf in refs:
-        size = params[leaf].nbytes
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(leaf)
-        filled += size
+    for leaf, ref in refs.items():
+        size = params[leaf].nbytes // (ref.stack or 1)
+        for number in range(ref.stack or 1):
+            if shards[-1] and filled + size > limit:
+                shards.append({})
+                filled = 0
+            shards[-1].setdefault(leaf, []).append(number)
+            filled += size
     return shards
 
 
 def _write_tensors(folder: Path, refs: Mapping[str, TensorRef], params: Mapping[str, Any], limit: int) -> None:
     shards = _shards(refs, params, limit)
     weight_map: dict[str, str] = {}
-    for number, leaves in enumerate(shards, 1):
+    for number, parts in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: t for leaf in leaves for name, t in refs[leaf].spread(np.asarray(params[leaf])).items()}
+        tensors: dict[str, np.ndarray] = {}
+        for leaf, numbers in parts.items():
+            tensors |= refs[leaf].spread(np.asarray(params[leaf]), numbers)
         # transformers refuses a file whose metadata does not name a framework.
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)

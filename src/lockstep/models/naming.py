@@ -5,7 +5,7 @@ The descriptions themselves are in `families.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,10 +74,10 @@ class TensorRef:
         assert leaf is not None
         return leaf
 
-    def spread(self, leaf: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors of a leaf, by name."""
-        parts = [leaf] if self.stack is None else leaf
-        return {name: self.convert(part) for name, part in zip(self.names, parts, strict=True)}
+    def spread(self, leaf: np.ndarray, numbers: Iterable[int]) -> dict[str, np.ndarray]:
+        """Those tensors of a leaf, by name. numbers: places in `names`."""
+        names, parts = self.names, leaf[None] if self.stack is None else leaf
+        return {names[i]: self.convert(parts[i]) for i in numbers}
 
 
 @dataclass(frozen=True)

@@ -169,13 +169,16 @@ class ModelSpec:
         return tuple(name for name, has in found.items() if has)
 
 
-def require_decoder(spec: ModelSpec, what: str = "this model") -> None:
-    """Raise ModelError for a model that lockstep can plan and not run. Called wherever one is about to be run."""
+def require_decoder(spec: ModelSpec, model: str = "MODEL") -> None:
+    """Raise ModelError for a model that lockstep can plan and not run: called wherever one is about to be run.
+
+    model: its name or folder, for the error.
+    """
     if spec.unsupported:
         raise ModelError(
-            f"lockstep can plan {what} (family {spec.family!r}) but not run it: its decoder has no "
-            f"{' and no '.join(spec.unsupported)} yet. `lockstep plan --model` prices its weight sync; to train or "
-            "sample, use a model of another family (docs/models.md)"
+            f"lockstep can plan {model} (family {spec.family!r}) but not run it: its decoder has no "
+            f"{', no '.join(spec.unsupported)} yet. `lockstep plan --model {model}` prices its weight sync; to train "
+            "or sample, take a model of a family that runs (docs/models.md)"
         )
 
 

@@ -10,8 +10,8 @@ from lockstep.cluster.mesh import Dial, format_bytes
 from lockstep.cluster.roles import ROLES
 from lockstep.cluster.sharding import shardings
 from lockstep.config import Config
-from lockstep.models.catalog import load_spec
-from lockstep.models.spec import Leaf, ModelSpec, leaf_table, num_parameters
+from lockstep.models.catalog import load_spec, require_weights
+from lockstep.models.spec import Leaf, ModelSpec, leaf_table, num_parameters, require_decoder
 from lockstep.rollout.engine import enough_pages
 from lockstep.sync.transfer import plan_leaf
 from lockstep.train.assembly import longest_sequence, measures_kl, snapshot_column
@@ -19,8 +19,13 @@ from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, split_leaves
 
 
 def describe(config: Config) -> str:
-    """The resolved recipe, the dial with bytes per device and role, and what a sync costs. No weights are loaded."""
+    """The resolved recipe, the dial with bytes per device and role, and what a sync costs. No weights are loaded.
+
+    Raises a LockstepError for what could not run: a model that can only be planned among them.
+    """
+    require_weights(config.model.name)
     spec = load_spec(config.model.name)
+    require_decoder(spec, config.model.name)
     leaves = split_leaves(config, spec)
     dial = Dial.from_config(config.cluster)
     sizes = planned_bytes(config, dial, spec, leaves)
