@@ -69,6 +69,14 @@ class Layout:
         """[devices, dims] int64: which shard along every dim each device holds, devices in mesh order."""
         return _coordinates(self)
 
+    def shards(self) -> np.ndarray:
+        """[shards, copies] int64: the devices that hold each shard, increasing; shards row-major over `parts()`."""
+        return _shards(self)
+
+    def shard_of(self) -> dict[int, int]:
+        """device -> row of `shards()`."""
+        return {device: shard for shard, devices in enumerate(self.shards().tolist()) for device in devices}
+
     def box(self, device: int, shape: tuple[int, ...]) -> Box:
         """What `device` holds of a leaf of `shape`."""
         where = self.coordinates()[self.mesh.devices.index(device)]
@@ -93,3 +101,12 @@ def _coordinates(layout: Layout) -> np.ndarray:
             at = names.index(axis)
             found[:, dim] = found[:, dim] * sizes[at] + grid[at]
     return found
+
+
+@lru_cache(maxsize=4096)
+def _shards(layout: Layout) -> np.ndarray:
+    parts, where = layout.parts(), layout.coordinates()
+    number = np.ravel_multi_index(where.T, parts) if parts else np.zeros(len(where), np.int64)
+    devices = np.array(layout.mesh.devices, np.int64)
+    # Every shard is on as many devices as the axes that cut nothing have places.
+    return devices[np.lexsort((devices, number))].reshape(math.prod(parts), -1)

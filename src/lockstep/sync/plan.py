@@ -42,12 +42,13 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message, or one local copy (sender == the only receiver).
+    """One message, or one local copy (sender == the only receiver: the device has it already, in this leaf's source
+    layout; between a device and its own host memory this too is a local copy, no link between devices carries it).
 
     target, piece: which piece of which destination leaf. source, source_region: what is read, of which source leaf
     (indices into the whole leaf). target_region: where it goes in the whole destination leaf; dims in the destination's
-    order. bytes: per receiver, in the type that crosses (`LeafPlan.wire_dtype`). relay: the sender holds it as a
-    receiver of an earlier round, in the destination's form. round: from 0.
+    order. bytes: per receiver, in the type that crosses (`LeafPlan.wire_dtype`; so for local copies too). relay: the
+    sender holds it as a receiver of an earlier round, in the destination's form. round: from 0.
     """
 
     target: str
@@ -106,13 +107,47 @@ class Bounds:
         return max(self.receive_s, self.send_s, self.bisection_s)
 
 
+@dataclass(frozen=True)
+class TransferTable:
+    """The transfers of one piece of one destination leaf as columns, k rows by increasing round: what `Transfer` says,
+    without an object for each.
+
+    source_start, source_stop [k, source dims], target_start, target_stop [k, target dims]: int64, of the whole leaves;
+    source_step, target_step: per dim. sender, bytes, round: [k] int64; relay: [k] bool. receivers: [k] int64, rows of
+    `groups`, whose entries are device numbers, increasing.
+    """
+
+    target: str
+    piece: int
+    source: str
+    source_start: np.ndarray
+    source_stop: np.ndarray
+    source_step: tuple[int, ...]
+    target_start: np.ndarray
+    target_stop: np.ndarray
+    target_step: tuple[int, ...]
+    sender: np.ndarray
+    receivers: np.ndarray
+    groups: tuple[tuple[int, ...], ...]
+    bytes: np.ndarray
+    round: np.ndarray
+    relay: np.ndarray
+
+
 class Transfers(Protocol):
-    """Lists the transfers of one destination leaf, or of all; made on demand, because a large plan has millions."""
+    """Lists the transfers of one destination leaf, or of all; made on demand, because a large plan has millions.
+
+    Of one leaf they come piece by piece, by increasing round. Local copies are in round 0.
+    """
 
     def __call__(self, target: str | None = None) -> Iterator[Transfer]: ...
 
+    def tables(self, target: str | None = None) -> Iterator[TransferTable]:
+        """The same as columns, one table per piece that has any transfer."""
+        ...
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class SyncPlan:
     """What crosses, how, from whom to whom, when, and what it costs. Make it with `planner.make_plan`.
 

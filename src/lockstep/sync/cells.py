@@ -1,0 +1,242 @@
+"""What has to move, grouped: pieces that are cut alike are one kind, and a kind's cells are listed once.
+
+A piece runs over t = (t_0, t_1, ...), one number per target dim. Along each dim, the edges of the source's shards (seen
+through the piece's run) and those of the target's cut 0..count into intervals; a cell is a product of intervals. As
+runs only go up, a pair of a source shard and a target shard has at most one cell in common: a cell is known by the two.
+
+A model of 60 equal layers has the same cells 60 times over. Only their sizes and owners are stored, once per kind, with
+the list of members; `listing` makes the regions of any member on demand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import ml_dtypes  # noqa: F401  (teaches numpy the names `bfloat16` and `float8_*`)
+import numpy as np
+
+from lockstep.sync.layout import Layout
+from lockstep.sync.mapping import Piece, Run, Target
+from lockstep.sync.plan import Placed
+
+ENOUGH_ROWS = 64  # a dim this long is fine enough to cut cells along; earlier dims make messages of longer runs
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """One dim of a kind: interval i is t in edges[i]..edges[i + 1] - 1, of source shard source[i], target shard
+    target[i] along this dim."""
+
+    edges: tuple[int, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(np.array(self.edges, np.int64))
+
+
+@lru_cache(maxsize=65536)
+def cuts_of(run: Run, source_size: int, source_parts: int, target_size: int, target_parts: int) -> Cuts:
+    """The common refinement of both sides' shard edges along one dim, in the run's own count."""
+    source_shard, target_shard = -(-source_size // source_parts), -(-target_size // target_parts)
+    t = {0, run.count}
+    for start, step, shard, parts in (
+        (run.source, run.source_step, source_shard, source_parts),
+        (run.target, run.target_step, target_shard, target_parts),
+    ):
+        t |= {-(-(part * shard - start) // step) for part in range(1, parts)}
+    edges = tuple(sorted(x for x in t if 0 <= x <= run.count))
+    low = np.array(edges[:-1], np.int64)
+    source = (run.source + low * run.source_step) // source_shard
+    target = (run.target + low * run.target_step) // target_shard
+    return Cuts(edges, tuple(source.tolist()), tuple(target.tolist()))
+
+
+@dataclass
+class Sets:
+    """Sets of devices (by index into the plan's devices), each known by a number. `members[number]`: increasing."""
+
+    members: list[np.ndarray] = field(default_factory=list)
+    _numbers: dict[bytes, int] = field(default_factory=dict)
+
+    def number(self, members: np.ndarray) -> int:
+        """The number of a set, a new one for a new set."""
+        members = np.ascontiguousarray(members, np.int64)
+        key = members.tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = len(self.members)
+            self.members.append(members)
+        return self._numbers[key]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return np.array([len(m) for m in self.members], np.int64)
+
+    def flat(self) -> tuple[np.ndarray, np.ndarray]:
+        """All members one after another, and where each set starts ([sets + 1])."""
+        start = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+        return (np.concatenate(self.members) if self.members else np.zeros(0, np.int64)), start
+
+
+@dataclass
+class Kind:
+    """Pieces that are cut alike, and their cells in row-major order of intervals ([cells] arrays).
+
+    dims: as the piece's. cut_dim: along which cells are cut further into rows (-1: a cell is one row). elements, rows:
+    of a cell. holders, needers: numbers of the set that has it and of the set that still has to get it (the devices
+    that have it already are left out). local: [k, 2] (cell, device) that have it. members: (target path, piece number).
+    """
+
+    source_layout: Layout
+    target_layout: Layout
+    target_dtype: str
+    wire_dtype: str
+    cuts: tuple[Cuts, ...]
+    cut_dim: int
+    elements: np.ndarray
+    rows: np.ndarray
+    holders: np.ndarray
+    needers: np.ndarray
+    local: np.ndarray
+    members: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def wire_bytes(self) -> int:
+        return np.dtype(self.wire_dtype).itemsize
+
+    @property
+    def target_bytes(self) -> int:
+        return np.dtype(self.target_dtype).itemsize
+
+    @property
+    def same_memory(self) -> bool:
+        return self.source_layout.memory == self.target_layout.memory
+
+    def local_elements(self) -> int:
+        """Per member, what destination devices hold already."""
+        return int(self.elements[self.local[:, 0]].sum())
+
+    def crossing_elements(self, sets: Sets) -> int:
+        """Per member, what crosses links, replicas counted."""
+        return int((self.elements * sets.sizes[self.needers]).sum())
+
+
+class Geometry:
+    """Builds kinds and sets. devices: numbers of all devices of both sides, increasing."""
+
+    def __init__(self, devices: tuple[int, ...]) -> None:
+        self.sets = Sets()
+        self.kinds: list[Kind] = []
+        self._index = {device: i for i, device in enumerate(devices)}
+        self._kinds: dict[object, int] = {}
+        self._layouts: dict[Layout, tuple[int, np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def add(self, target: Target, number: int, source: Placed, destination: Placed) -> int:
+        """The number of the kind of one piece; the piece becomes its last member."""
+        piece = target.pieces[number]
+        from_parts, to_parts = source.layout.parts(), destination.layout.parts()
+        cuts = tuple(
+            cuts_of(
+                run,
+                *((1, 1) if dim is None else (source.shape[dim], from_parts[dim])),
+                destination.shape[at],
+                to_parts[at],
+            )
+            for at, (dim, run) in enumerate(zip(piece.dims, piece.runs, strict=True))
+        )
+        fixed = tuple((dim, index // -(-source.shape[dim] // from_parts[dim])) for dim, index in piece.fixed)
+        from_number, to_number = self._layout(source.layout)[0], self._layout(destination.layout)[0]
+        key = (from_number, to_number, source.dtype, target.dtype, piece.dims, fixed, cuts)
+        if key not in self._kinds:
+            self._kinds[key] = len(self.kinds)
+            self.kinds.append(self._kind(piece, fixed, cuts, source, destination))
+        self.kinds[self._kinds[key]].members.append((target.path, number))
+        return self._kinds[key]
+
+    def _kind(
+        self,
+        piece: Piece,
+        fixed: Iterable[tuple[int, int]],
+        cuts: tuple[Cuts, ...],
+        source: Placed,
+        destination: Placed,
+    ) -> Kind:
+        from_shard = _shard_numbers(piece.dims, [c.source for c in cuts], source.layout.parts(), fixed)
+        to_shard = _shard_numbers(tuple(range(len(cuts))), [c.target for c in cuts], destination.layout.parts(), ())
+        lengths = [c.lengths for c in cuts]
+        cut_dim = _cut_dim(lengths)
+        holders, needers, local = self._owners(source.layout, destination.layout, from_shard, to_shard)
+        return Kind(
+            source.layout,
+            destination.layout,
+            destination.dtype,
+            min((destination.dtype, source.dtype), key=lambda name: np.dtype(name).itemsize),
+            cuts,
+            cut_dim,
+            _grid(lengths, np.multiply, 1),
+            _grid([n if dim == cut_dim else np.ones_like(n) for dim, n in enumerate(lengths)], np.multiply, 1),
+            holders,
+            needers,
+            local,
+        )
+
+    def _owners(
+        self, source: Layout, destination: Layout, from_shard: np.ndarray, to_shard: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """holders, needers, local of `Kind`, for cells of these shards."""
+        _, _, from_sets, holds = self._layout(source)
+        _, wanted, to_sets, _ = self._layout(destination)
+        needers = to_sets[to_shard]
+        if not (holds[wanted] >= 0).any():
+            return from_sets[from_shard], needers, np.zeros((0, 2), np.int64)
+        has = holds[wanted[to_shard]] == from_shard[:, None]
+        for cell in np.flatnonzero(has.any(axis=1)):
+            needers[cell] = self.sets.number(wanted[to_shard[cell]][~has[cell]])
+        cell, column = np.nonzero(has)
+        return from_sets[from_shard], needers, np.stack([cell, wanted[to_shard[cell], column]], axis=1)
+
+    def _layout(self, layout: Layout) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """A layout's number; [shards, copies] device indices; [shards] set numbers; [devices] shard held (-1: none)."""
+        if layout not in self._layouts:
+            numbers = layout.shards()
+            wanted = np.array([self._index[d] for d in numbers.reshape(-1).tolist()], np.int64).reshape(numbers.shape)
+            holds = np.full(len(self._index), -1, np.int64)
+            holds[wanted] = np.arange(len(wanted))[:, None]
+            sets = np.array([self.sets.number(row) for row in wanted], np.int64)
+            self._layouts[layout] = len(self._layouts), wanted, sets, holds
+        return self._layouts[layout]
+
+
+def _grid(values: list[np.ndarray], operation: np.ufunc, start: int) -> np.ndarray:
+    """[product of lengths] of `operation` over one value per dim, row-major."""
+    out: np.ndarray = np.full(1, start, np.int64)
+    for value in values:
+        out = np.asarray(operation.outer(out, value)).reshape(-1)
+    return out
+
+
+def _cut_dim(lengths: list[np.ndarray]) -> int:
+    """The first dim whose intervals are long enough to cut, else the longest; -1 for a scalar."""
+    longest = [int(n.max()) for n in lengths]
+    if not longest:
+        return -1
+    return next((dim for dim, n in enumerate(longest) if n >= ENOUGH_ROWS), longest.index(max(longest)))
+
+
+def _shard_numbers(
+    dims: tuple[int | None, ...],
+    along: list[tuple[int, ...]],
+    parts: tuple[int, ...],
+    fixed: Iterable[tuple[int, int]],
+) -> np.ndarray:
+    """[cells] row of `Layout.shards` that each cell is in."""
+    stride = [math.prod(parts[dim + 1 :]) for dim in range(len(parts))]
+    values = [
+        np.array(shards, np.int64) * (0 if dim is None else stride[dim])
+        for dim, shards in zip(dims, along, strict=True)
+    ]
+    return _grid(values, np.add, sum(stride[dim] * shard for dim, shard in fixed))

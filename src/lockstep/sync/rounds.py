@@ -1,0 +1,125 @@
+"""When: every lane in n equal parts, so that every round carries about 1/n of what each device sends and receives.
+
+Part i of a lane is sent in round i; what goes by relay is passed on in round i + 1, when it has arrived. Row j of a
+lane of L rows is in part floor((j + phase) n / L): phases in [0, 1), spread evenly over the lanes (multiples of the
+golden ratio), keep short lanes from all choosing the same round. n is the least that keeps every device within the
+staging budget in every round; with relays more, while filling and draining the pipeline costs more than further rounds
+do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.errors import SyncError
+from lockstep.sync.lanes import Cells, Lanes
+from lockstep.sync.plan import LinkModel
+
+PHASE_BITS = 16
+_GOLDEN = 40503  # 2^16 / golden ratio, odd
+MOST_PIPELINED = 32  # parts that a relayed plan is cut into at most, unless the budget wants more
+MOST_PARTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """parts: n. rounds: n, one more with relays. phase: [lanes], in 2^-16. sent, received: [rounds, devices] bytes."""
+
+    parts: int
+    rounds: int
+    phase: np.ndarray
+    sent: np.ndarray
+    received: np.ndarray
+
+    def bound(self, rows: np.ndarray, phase: np.ndarray, part: int | np.ndarray) -> np.ndarray:
+        """First row of `part` (0..parts) of lanes with so many rows, counted from the lane's first."""
+        return _bound(rows, phase, part, self.parts)
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(max(self.sent.max(initial=0), self.received.max(initial=0)))
+
+    def seconds(self, link: LinkModel) -> float:
+        """Of all rounds, each as long as its busiest link end takes, or what all devices together can move."""
+        busiest = np.maximum(self.sent, self.received).max(axis=1, initial=0) * 8e-9 / link.link_gbps
+        if link.bisection_gbps is not None:
+            busiest = np.maximum(busiest, self.sent.sum(axis=1) * 8e-9 / link.bisection_gbps)
+        return float(busiest.sum()) + self.rounds * link.latency_s
+
+
+def _bound(rows: np.ndarray, phase: np.ndarray, part: int | np.ndarray, parts: int) -> np.ndarray:
+    # ceil(part * rows / parts - phase), in integers.
+    return -((phase * parts - ((part * rows) << PHASE_BITS)) // (parts << PHASE_BITS))
+
+
+def schedule(cells: Cells, lanes: Lanes, staging_bytes: int, link: LinkModel, who: str) -> Schedule:
+    """The rounds. who: names the plan's leaves in an error. Raises SyncError if rows do not fit the budget."""
+    phase = np.arange(len(lanes.cell), dtype=np.int64) * _GOLDEN % (1 << PHASE_BITS)
+    if not len(lanes.cell):
+        nothing = np.zeros((0, cells.groups.devices), np.int64)
+        return Schedule(0, 0, phase, nothing, nothing)
+    row = cells.row_bytes[lanes.cell] * np.where(lanes.relay < 0, cells.copies[lanes.cell], 1)
+    relayed = bool((lanes.relay >= 0).any())
+    if relayed:
+        row = np.maximum(row, cells.row_bytes[lanes.cell] * np.where(lanes.relay < 0, 1, cells.copies[lanes.cell] - 1))
+    if row.max() > staging_bytes:
+        raise SyncError(
+            f"sync: {who}: one row of a leaf, for all that need it, is {int(row.max())} bytes on its sender, the "
+            f"staging budget is {staging_bytes} bytes a round; give at least {int(row.max())}"
+        )
+    whole = _timed(cells, lanes, phase, 1, relayed)
+    load = max(int(whole.sent.sum(axis=0).max()), int(whole.received.sum(axis=0).max()))
+    parts = -(-load // staging_bytes)
+    found = _fitting(cells, lanes, phase, parts, relayed, staging_bytes, who)
+    if relayed:
+        while (more := found.parts * 2) <= MOST_PIPELINED:
+            finer = _timed(cells, lanes, phase, more, relayed)
+            if finer.peak_bytes > staging_bytes or finer.seconds(link) >= found.seconds(link):
+                break
+            found = finer
+    return found
+
+
+def _fitting(
+    cells: Cells, lanes: Lanes, phase: np.ndarray, parts: int, relayed: bool, staging_bytes: int, who: str
+) -> Schedule:
+    """The first schedule of at least `parts` parts that is within the budget."""
+    while parts <= MOST_PARTS:
+        found = _timed(cells, lanes, phase, parts, relayed)
+        if found.peak_bytes <= staging_bytes:
+            return found
+        parts += max(1, parts // 16)
+    raise SyncError(
+        f"sync: {who}: no schedule within {staging_bytes} bytes a round was found; a larger staging budget is needed"
+    )
+
+
+def _timed(cells: Cells, lanes: Lanes, phase: np.ndarray, parts: int, relayed: bool) -> Schedule:
+    """Bytes per round and device with so many parts."""
+    groups = cells.groups
+    rounds = parts + relayed
+    sent, received = (np.zeros((rounds, groups.devices), np.int64) for _ in range(2))
+    rows = lanes.stop - lanes.start
+    copies, row_bytes, needers = (x[lanes.cell] for x in (cells.copies, cells.row_bytes, cells.needers))
+    by = np.flatnonzero(lanes.relay >= 0)
+    straight = np.flatnonzero(lanes.relay < 0)
+    done = np.zeros(len(rows), np.int64)
+    for part in range(parts):
+        upto = _bound(rows, phase, part + 1, parts)
+        size = (upto - done) * row_bytes
+        done = upto
+        sent[part] += _sums(lanes.sender, np.where(lanes.relay < 0, size * copies, size), groups.devices)
+        received[part] += groups.spread(_sums(needers[straight], size[straight], len(groups.sizes))).astype(np.int64)
+        if len(by):
+            relay, size = lanes.relay[by], size[by]
+            arrived = _sums(relay, size, groups.devices)
+            received[part] += arrived
+            sent[part + 1] += _sums(relay, size * (copies[by] - 1), groups.devices)
+            received[part + 1] += groups.spread(_sums(needers[by], size, len(groups.sizes))).astype(np.int64) - arrived
+    return Schedule(parts, rounds, phase, sent, received)
+
+
+def _sums(where: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    return np.bincount(where, values, count).astype(np.int64)
