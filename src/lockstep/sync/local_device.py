@@ -39,16 +39,16 @@ def carry_out(
         blocks = []
         for move in moves:
             held = (parts[move.target] if move.relay else shards[move.source])[move.sender]
-            blocks.append(_cut(held, move, plan.leaves[move.target].wire_dtype))
+            blocks.append(cut(held, move, plan.leaves[move.target].wire_dtype))
         arrived = jax.device_put(blocks, [numbers[move.receiver] for move in moves])
         for move, block in zip(moves, arrived, strict=True):
             moved(move, block.nbytes)
             shape, dtype = prepared.parts[move.target][move.receiver], plan.leaves[move.target].dtype
-            _put_in(parts[move.target], move, block, shape, dtype)
+            put_in(parts[move.target], move, block, shape, dtype)
         del blocks, arrived
         jax.block_until_ready([parts[move.target][move.receiver] for move in moves])
     return {
-        path: _assemble(parts[path], plan.leaves[path].dtype, prepared.parts[path], shape, destination[path], numbers)
+        path: assemble(parts[path], plan.leaves[path].dtype, prepared.parts[path], shape, destination[path], numbers)
         for path, shape in ((path, plan.leaves[path].shape) for path in parts)
     }
 
@@ -71,7 +71,7 @@ def _cast(array: jax.Array, dtype: str) -> jax.Array:
     return array.astype(dtype)
 
 
-def _cut(held: jax.Array, move: Move, wire: str) -> jax.Array:
+def cut(held: jax.Array, move: Move, wire: str) -> jax.Array:
     """What moves, on the sender, in the type that crosses; on buffers that nobody else has unless it is sent away."""
     if covers(move.read, held.shape) and move.straight:
         if held.dtype.name != wire:
@@ -100,7 +100,7 @@ def _slice(
     return lax.squeeze(block, drop).transpose(order).reshape(shape).astype(dtype)
 
 
-def _put_in(parts: Parts, move: Move, block: jax.Array, shape: Shape, dtype: str) -> None:
+def put_in(parts: Parts, move: Move, block: jax.Array, shape: Shape, dtype: str) -> None:
     """Write an arrived block into the receiver's part."""
     if covers(move.write, shape):
         parts[move.receiver] = to_wire(block, dtype)
@@ -122,7 +122,7 @@ def _write(part: jax.Array, block: jax.Array, starts: jax.Array, sizes: Shape, s
     return lax.dynamic_update_slice(part, block, list(starts))
 
 
-def _assemble(
+def assemble(
     parts: Parts,
     dtype: str,
     shapes: Mapping[int, Shape],
