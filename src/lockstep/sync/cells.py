@@ -23,6 +23,7 @@ from lockstep.sync.mapping import Piece, Run, Target
 from lockstep.sync.plan import Placed
 
 ENOUGH_ROWS = 64  # a dim this long is fine enough to cut cells along; earlier dims make messages of longer runs
+SMALL_ROW = 1 << 18  # elements; unless the rows of it are larger than this
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,8 @@ class Geometry:
         if not (holds[wanted] >= 0).any():
             return from_sets[from_shard], needers, np.zeros((0, 2), np.int64)
         has = holds[wanted[to_shard]] == from_shard[:, None]
-        for cell in np.flatnonzero(has.any(axis=1)):
-            needers[cell] = self.sets.number(wanted[to_shard[cell]][~has[cell]])
+        for some in np.flatnonzero(has.any(axis=1)):
+            needers[some] = self.sets.number(wanted[to_shard[some]][~has[some]])
         cell, column = np.nonzero(has)
         return from_sets[from_shard], needers, np.stack([cell, wanted[to_shard[cell], column]], axis=1)
 
@@ -220,11 +221,12 @@ def _grid(values: list[np.ndarray], operation: np.ufunc, start: int) -> np.ndarr
 
 
 def _cut_dim(lengths: list[np.ndarray]) -> int:
-    """The first dim whose intervals are long enough to cut, else the longest; -1 for a scalar."""
+    """The first dim whose intervals are long enough to cut, in small rows, else the longest; -1 for a scalar."""
     longest = [int(n.max()) for n in lengths]
     if not longest:
         return -1
-    return next((dim for dim, n in enumerate(longest) if n >= ENOUGH_ROWS), longest.index(max(longest)))
+    fine = (dim for dim, n in enumerate(longest) if n >= ENOUGH_ROWS and math.prod(longest) // n <= SMALL_ROW)
+    return next(fine, longest.index(max(longest)))
 
 
 def _shard_numbers(
