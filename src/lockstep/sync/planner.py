@@ -28,6 +28,7 @@ from lockstep.sync.mapping import FormatMap, Target
 from lockstep.sync.plan import Bounds, LeafPlan, LinkModel, Placed, SyncPlan
 from lockstep.sync.sides import check_sides, in_place, total_map
 
+DEFAULT_STAGING_BYTES = 1 << 30
 NEAR_ENOUGH = 1.02  # direct sends this close to what relays would allow are kept: simpler, and no pipeline to fill
 
 
@@ -36,7 +37,7 @@ def make_plan(
     destination: Mapping[str, Placed],
     mapping: FormatMap | None = None,
     link: LinkModel = LinkModel(),  # noqa: B008  (frozen)
-    staging_bytes: int = 1 << 30,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
     relay: bool = True,
     cast: bool = False,
 ) -> SyncPlan:
