@@ -108,20 +108,25 @@ def min_max(groups: Groups, demand: np.ndarray) -> tuple[np.ndarray, float]:
         np.zeros(count + 1),
         np.full(count + 1, np.inf),
     )
+    assert solution is not None, "the balance of senders has no solution"
     send = np.zeros(len(groups.members))
     send[used] = solution[:-1] * unit
     return send, float(solution[-1] * unit)
 
 
 def joint(groups: Groups, floor: float) -> Shares:
-    """The optimum of (2); of the solutions that load nobody beyond it, or beyond `floor` bytes (what the busiest
-    receiver takes in anyway), one that relays least."""
+    """With relays: of the solutions that load nobody beyond `floor` bytes (what the busiest receiver takes in anyway),
+    or, where there is none, beyond the optimum of (2), one that relays least. `load` is then at most that optimum or
+    `floor`; beyond MOST_GROUPS, where every cell is relayed, it may be more."""
     if len(groups.volume) > MOST_GROUPS:
         return _all_relayed(groups)
     program = _Joint(groups)
-    best = program.solve(None)
-    load = float(best[-1] * program.unit)
-    return program.shares(program.solve(max(load, floor) * (1 + SLACK)), load)
+    if first_copies(groups) <= floor * (1 + SLACK) and (found := program.relay_least(floor)) is not None:
+        return found
+    load = program.least_load()
+    found = program.relay_least(load)
+    assert found is not None, f"no shares within {load} bytes, yet that is the optimum"
+    return found
 
 
 def _all_relayed(groups: Groups) -> Shares:
@@ -179,26 +184,30 @@ class _Joint:
         self.low = np.r_[np.zeros(nx + ne), low, 0.0]
         self.high = np.r_[np.full(nx + ne, np.inf), high, np.inf]
 
-    def solve(self, cap: float | None) -> np.ndarray:
-        """The least load; or, within a load of `cap` bytes, the least that is relayed."""
-        nx, ne, high = len(self.x), len(self.e), self.high.copy()
-        if cap is None:
-            cost = np.r_[np.zeros(self.columns - 1), 1.0]
-        else:
-            cost = np.r_[np.zeros(nx), np.ones(ne), np.zeros(self.columns - nx - ne)]
-            high[-1] = cap / self.unit
-        return _solve(cost, self.equal, self.right, self.loads, np.zeros(self.groups.devices), self.low, high)
+    def least_load(self) -> float:
+        """The optimum, in bytes."""
+        found = self._solve(np.r_[np.zeros(self.columns - 1), 1.0], np.inf)
+        assert found is not None, "the balance of senders has no solution"
+        return float(found[-1] * self.unit)
 
-    def shares(self, solution: np.ndarray, load: float) -> Shares:
-        nx, ne = len(self.x), len(self.e)
-        send, relay = np.zeros(len(self.groups.members)), np.zeros(len(self.groups.members))
+    def relay_least(self, load: float) -> Shares | None:
+        """Shares within a load of so many bytes, with the least relayed; None if there are none."""
+        nx, ne, groups = len(self.x), len(self.e), self.groups
+        cost = np.r_[np.zeros(nx), np.ones(ne), np.zeros(self.columns - nx - ne)]
+        solution = self._solve(cost, load * (1 + SLACK) / self.unit)
+        if solution is None:
+            return None
+        send, relay = np.zeros(len(groups.members)), np.zeros(len(groups.members))
         send[self.x], relay[self.e] = solution[:nx] * self.unit, solution[nx : nx + ne] * self.unit
-        relayed = np.zeros(len(self.groups.volume))
-        copies = self.groups.copies[self.several]
-        left = solution[nx + ne : -1] * self.unit
-        volume = self.groups.volume[self.several]
-        relayed[self.several] = np.clip((volume * copies - left) / (copies - 1), 0, volume)
-        return Shares(send, relay, relayed, load)
+        copies, volume = groups.copies[self.several], groups.volume[self.several]
+        relayed = np.zeros(len(groups.volume))
+        relayed[self.several] = (volume * copies - solution[nx + ne : -1] * self.unit) / (copies - 1)
+        busiest = np.bincount(groups.members, send + relay, groups.devices).max()
+        return Shares(send, relay, np.clip(relayed, 0, groups.volume), float(busiest))
+
+    def _solve(self, cost: np.ndarray, cap: float) -> np.ndarray | None:
+        high = np.r_[self.high[:-1], cap]
+        return _solve(cost, self.equal, self.right, self.loads, np.zeros(self.groups.devices), self.low, high)
 
 
 def _load_rows(device: np.ndarray, devices: int, columns: int) -> csr_array:
@@ -217,10 +226,11 @@ def _solve(
     limit: np.ndarray,
     low: np.ndarray,
     high: np.ndarray,
-) -> np.ndarray:
+) -> np.ndarray | None:
+    """The program's solution; None if it has none."""
     found = linprog(cost, loads, limit, equal, right, np.stack([low, high], axis=1), method="highs")
-    assert found.status == 0, f"the balance of senders has no solution: {found.message}"
-    return np.maximum(found.x, 0)
+    assert found.status in (0, 2), f"the balance of senders was not found: {found.message}"
+    return np.maximum(found.x, 0) if found.status == 0 else None
 
 
 def _component_bound(groups: Groups, demand: np.ndarray) -> float:

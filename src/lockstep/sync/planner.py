@@ -53,7 +53,7 @@ def make_plan(
     cells = lanes.gather(work.geometry.kinds, work.geometry.sets, len(work.devices))
     shares, send_bytes = _balanced(cells.groups, relay)
     ways = lanes.make(cells, shares)
-    timed = rounds.schedule(cells, ways, staging_bytes, link, f"{len(work.members)} leaves")
+    timed = rounds.schedule(work.geometry.kinds, cells, ways, staging_bytes, link)
     links = _links(cells, ways)
     receive_bytes = float(cells.groups.received().max(initial=0))
     sent, received = links.sum(axis=1), links.sum(axis=0)
@@ -105,10 +105,11 @@ def _balanced(groups: balance.Groups, relay: bool) -> tuple[balance.Shares, floa
     if straight.load <= receive * (1 + balance.SLACK):
         return straight, balance.first_copies(groups)
     relayed = balance.joint(groups, receive)
-    bound = relayed.load if len(groups.volume) <= balance.MOST_GROUPS else balance.first_copies(groups)
-    if straight.load <= NEAR_ENOUGH * max(receive, relayed.load):
-        return straight, bound
-    return relayed, bound
+    # Where the busiest receiver is the bound, how far below it senders could come was not asked.
+    bound = balance.first_copies(groups)
+    if relayed.load > receive * (1 + 2 * balance.SLACK) and len(groups.volume) <= balance.MOST_GROUPS:
+        bound = max(bound, relayed.load / (1 + 2 * balance.SLACK))
+    return (straight if straight.load <= NEAR_ENOUGH * relayed.load else relayed), bound
 
 
 class _Work:

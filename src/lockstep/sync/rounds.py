@@ -9,18 +9,20 @@ do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lockstep.errors import SyncError
+from lockstep.sync.cells import Kind
 from lockstep.sync.lanes import Cells, Lanes
 from lockstep.sync.plan import LinkModel
 
 PHASE_BITS = 16
 _GOLDEN = 40503  # 2^16 / golden ratio, odd
 MOST_PIPELINED = 32  # parts that a relayed plan is cut into at most, unless the budget wants more
-MOST_PARTS = 1 << 20
+PATIENCE = 32  # times the parts that would do if rows could be cut; more are not tried
 
 
 @dataclass(frozen=True)
@@ -54,46 +56,41 @@ def _bound(rows: np.ndarray, phase: np.ndarray, part: int | np.ndarray, parts: i
     return -((phase * parts - ((part * rows) << PHASE_BITS)) // (parts << PHASE_BITS))
 
 
-def schedule(cells: Cells, lanes: Lanes, staging_bytes: int, link: LinkModel, who: str) -> Schedule:
-    """The rounds. who: names the plan's leaves in an error. Raises SyncError if rows do not fit the budget."""
+def schedule(kinds: Sequence[Kind], cells: Cells, lanes: Lanes, staging_bytes: int, link: LinkModel) -> Schedule:
+    """The rounds. Raises SyncError, naming a leaf, if its rows do not fit the budget."""
     phase = np.arange(len(lanes.cell), dtype=np.int64) * _GOLDEN % (1 << PHASE_BITS)
     if not len(lanes.cell):
         nothing = np.zeros((0, cells.groups.devices), np.int64)
         return Schedule(0, 0, phase, nothing, nothing)
-    row = cells.row_bytes[lanes.cell] * np.where(lanes.relay < 0, cells.copies[lanes.cell], 1)
     relayed = bool((lanes.relay >= 0).any())
-    if relayed:
-        row = np.maximum(row, cells.row_bytes[lanes.cell] * np.where(lanes.relay < 0, 1, cells.copies[lanes.cell] - 1))
-    if row.max() > staging_bytes:
+    copies = cells.copies[lanes.cell]
+    row = cells.row_bytes[lanes.cell] * np.where(lanes.relay < 0, copies, np.maximum(copies - 1, 1))
+    at = int(row.argmax())
+    widest, leaf = int(row[at]), kinds[cells.kind[lanes.cell[at]]].members[0][0]
+    if widest > staging_bytes:
         raise SyncError(
-            f"sync: {who}: one row of a leaf, for all that need it, is {int(row.max())} bytes on its sender, the "
-            f"staging budget is {staging_bytes} bytes a round; give at least {int(row.max())}"
+            f"sync: one row of {leaf}, for all that need it, is {widest} bytes on its sender; the staging budget is "
+            f"{staging_bytes} bytes a round. Give at least {4 * widest}"
         )
     whole = _timed(cells, lanes, phase, 1, relayed)
     load = max(int(whole.sent.sum(axis=0).max()), int(whole.received.sum(axis=0).max()))
     parts = -(-load // staging_bytes)
-    found = _fitting(cells, lanes, phase, parts, relayed, staging_bytes, who)
-    if relayed:
-        while (more := found.parts * 2) <= MOST_PIPELINED:
-            finer = _timed(cells, lanes, phase, more, relayed)
-            if finer.peak_bytes > staging_bytes or finer.seconds(link) >= found.seconds(link):
-                break
-            found = finer
-    return found
-
-
-def _fitting(
-    cells: Cells, lanes: Lanes, phase: np.ndarray, parts: int, relayed: bool, staging_bytes: int, who: str
-) -> Schedule:
-    """The first schedule of at least `parts` parts that is within the budget."""
-    while parts <= MOST_PARTS:
-        found = _timed(cells, lanes, phase, parts, relayed)
-        if found.peak_bytes <= staging_bytes:
-            return found
+    most = PATIENCE * parts + PATIENCE
+    found = _timed(cells, lanes, phase, parts, relayed)
+    while found.peak_bytes > staging_bytes and parts < most:
         parts += max(1, parts // 16)
-    raise SyncError(
-        f"sync: {who}: no schedule within {staging_bytes} bytes a round was found; a larger staging budget is needed"
-    )
+        found = _timed(cells, lanes, phase, parts, relayed)
+    if found.peak_bytes > staging_bytes:
+        raise SyncError(
+            f"sync: {parts} rounds do not keep every device within a staging budget of {staging_bytes} bytes, because "
+            f"rows of {leaf} have {widest}. Give at least {4 * widest}"
+        )
+    while relayed and 2 * found.parts <= MOST_PIPELINED:
+        finer = _timed(cells, lanes, phase, 2 * found.parts, relayed)
+        if finer.peak_bytes > staging_bytes or finer.seconds(link) >= found.seconds(link):
+            break
+        found = finer
+    return found
 
 
 def _timed(cells: Cells, lanes: Lanes, phase: np.ndarray, parts: int, relayed: bool) -> Schedule:
