@@ -72,7 +72,7 @@ def test_the_module_is_the_command() -> None:
 def test_the_package_answers_lazily() -> None:
     import lockstep
 
-    assert dir(lockstep) == ["Config", "__version__", "load_config", "run"]
+    assert dir(lockstep) == ["Config", "__version__", "load_config", "plan_sync", "run"]
     assert lockstep.load_config(DEMO).run.name == "addition"
     with pytest.raises(AttributeError, match="no attribute 'train_now'; it has Config"):
         lockstep.train_now  # noqa: B018

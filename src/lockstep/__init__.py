@@ -1,9 +1,10 @@
 """RL post-training for language models on JAX: the sampler and the trainer never disagree, bit for bit.
 
-`Config`, `load_config` and `run` are the whole of the Python surface that a script needs:
+`Config`, `load_config`, `run` and `plan_sync` are the whole of the Python surface that a script needs:
 
     import lockstep
     run_directory = lockstep.run(lockstep.load_config("recipes/addition.toml", ["--run.steps", "2"]))
+    print(lockstep.plan_sync("llama-3.1-8b", actor="fsdp=8", rollout="tensor=4,data=2"))
 
 They are loaded on first use, so that `import lockstep` costs nothing.
 """
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.config import Config, load_config
+    from lockstep.plan.answer import plan_sync
     from lockstep.train.loop import run
 
     __version__: str
 
-__all__ = ["Config", "__version__", "load_config", "run"]
+__all__ = ["Config", "__version__", "load_config", "plan_sync", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,6 +32,10 @@ def __getattr__(name: str) -> Any:
         from lockstep import config
 
         return getattr(config, name)
+    if name == "plan_sync":
+        from lockstep.plan.answer import plan_sync
+
+        return plan_sync
     if name == "run":
         from lockstep.train.loop import run
 

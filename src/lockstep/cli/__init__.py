@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.cli.models import add_generate, add_models
+from lockstep.cli.plan import add_plan
 from lockstep.cli.results import add_results
 from lockstep.cli.run import add_keys, add_run, split_run_words
 from lockstep.errors import LockstepError
@@ -105,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_run(add)
     add_models(add, common)
     add_generate(add)
+    add_plan(add)
     add_keys(add)
     add_results(add)
     return parser

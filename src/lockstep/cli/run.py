@@ -15,9 +15,10 @@ _RUN_VALUES = ("--resume", "--name")
 
 def split_run_words(words: list[str]) -> tuple[list[str], list[str]]:
     """Take the overrides out of the words of `run`, before argparse meets them: it would take `1e-3` of `--optim.lr
-    1e-3` for the recipe, and `-1` for an option. Every `--word` that is not an option of `run` is an override."""
+    1e-3` for the recipe, and `-1` for an option. Every `--word` that is not an option of `run` is an override; to
+    `plan`, which has many options, only a `--section.key` is one."""
     command = next((word for word in words if word != "--traceback"), None)
-    if command != "run":  # what another command does not know, argparse refuses
+    if command not in ("run", "plan"):  # what another command does not know, argparse refuses
         return words, []
     own: list[str] = []
     overrides: list[str] = []
@@ -25,7 +26,7 @@ def split_run_words(words: list[str]) -> tuple[list[str], list[str]]:
     while rest:
         word = rest.pop(0)
         name, equals, _ = word.partition("=")
-        if not name.startswith("--") or name in _RUN_FLAGS:
+        if not name.startswith("--") or name in _RUN_FLAGS or (command == "plan" and "." not in name):
             own.append(word)
         else:
             kept = own if name in _RUN_VALUES else overrides

@@ -1,0 +1,94 @@
+"""Numbers, layouts and tables in words, for the text and the page."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from lockstep.sync.certificate import Certificate
+from lockstep.sync.layout import Layout
+from lockstep.text import format_bytes
+
+WIDTH = 100
+
+
+def seconds(value: float) -> str:
+    """`0 s`, `80.3 ms`, `1.25 s`, `95 s`: three digits."""
+    for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if 0 < value < limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def cuts(layout: Layout) -> str:
+    """`dim 1 / 8 (fsdp)`, `dim 0 / 32 (fsdp+tensor)`, `whole`; one entry per dim that is cut."""
+    found = [
+        f"dim {dim} / {parts} ({'+'.join(axes)})"
+        for dim, (axes, parts) in enumerate(zip(layout.spec, layout.parts(), strict=True))
+        if parts > 1
+    ]
+    place = "" if layout.memory == "device" else f" in {layout.memory} memory"
+    return (", ".join(found) or "whole") + place
+
+
+def span(values: tuple[int, int]) -> str:
+    """`1.87 GiB`, or `1.2 to 1.9 GiB` when least and most differ."""
+    least, most = (format_bytes(v) for v in values)
+    return most if least == most else f"{least} to {most}"
+
+
+def link_words(link_gbps: float, bisection_gbps: float | None, latency_s: float) -> str:
+    """The link model in one line."""
+    bisection = "no bisection limit" if bisection_gbps is None else f"bisection {bisection_gbps / 8:g} GB/s"
+    return (
+        f"every device {link_gbps / 8:g} GB/s in and {link_gbps / 8:g} GB/s out ({link_gbps:g} Gbit/s), {bisection}, "
+        f"{seconds(latency_s)} per round"
+    )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-7`, `0-3, 8-11`, `5`: runs of consecutive numbers, in the order given."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def device_words(numbers: Sequence[int]) -> str:
+    """`device 3`, `devices 0-7`."""
+    return f"device{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
+
+
+def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Columns two spaces apart. align: `l` or `r` per column."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if side == "r" else cell.ljust(width)
+            for cell, width, side in zip(row, widths, align, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """A name and a text that may need several lines of `WIDTH`."""
+    margin = max(len(name) for name, _ in rows) + 2
+    return [
+        line
+        for name, text in rows
+        for line in textwrap.wrap(
+            text, WIDTH, initial_indent=name.ljust(margin), subsequent_indent=" " * margin, break_on_hyphens=False
+        )
+    ]
+
+
+def certificate_words(certificate: Certificate) -> str:
+    """`ok: coverage, provenance, ...`, or the checks that failed and why."""
+    failed = [f"{check.name}: {check.detail}" for check in certificate.checks if not check.ok]
+    if failed:
+        return f"NOT ok: {'; '.join(failed)}"
+    return f"ok: {', '.join(check.name for check in certificate.checks)}"
