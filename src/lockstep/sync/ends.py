@@ -26,26 +26,24 @@ def numbers_from(first: int, shardings: Iterable[Sharding]) -> dict[int, jax.Dev
     return {first + number: device for number, device in device_numbers(shardings).items()}
 
 
-def layout_here(sharding: Sharding, shape: tuple[int, ...], numbers: Numbers) -> Layout:
-    """The layout of an array of `shape` under `sharding`, in the plan's numbers. Raises SyncError for a device that
-    has none."""
-    layout = layout_of(sharding, shape)
+def renumbered(places: Mapping[str, Placed], numbers: Numbers) -> dict[str, Placed]:
+    """`places`, whose devices are jax's ids, in the plan's numbers. Raises SyncError for a device that has none."""
+    layouts: dict[Layout, Layout] = {}
+    found = {}
+    for path, place in places.items():
+        if place.layout not in layouts:
+            layouts[place.layout] = _renumbered(place.layout, numbers)
+        found[path] = replace(place, layout=layouts[place.layout])
+    return found
+
+
+def _renumbered(layout: Layout, numbers: Numbers) -> Layout:
     number_of = {device.id: number for number, device in numbers.items()}
     lacking = [device for device in layout.mesh.devices if device not in number_of]
     if lacking:
-        raise SyncError(f"sync: device {lacking[0]} has no number in the plan; numbered are {sorted(number_of)}")
+        raise SyncError(f"sync: device {lacking[0]} has no number in the plan; those that have: {sorted(number_of)}")
     mesh = MeshShape(layout.mesh.axes, tuple(number_of[device] for device in layout.mesh.devices))
     return replace(layout, mesh=mesh)
-
-
-def places_here(
-    forms: Mapping[str, tuple[tuple[int, ...], str]], shardings: Mapping[str, Sharding], numbers: Numbers
-) -> dict[str, Placed]:
-    """What a planner has to know of this side, in the plan's numbers. forms: path -> shape and dtype name."""
-    return {
-        path: Placed(tuple(shape), dtype, layout_here(shardings[path], tuple(shape), numbers))
-        for path, (shape, dtype) in forms.items()
-    }
 
 
 def checked_source(plan: SyncPlan, source: Mapping[str, jax.Array], version: int) -> dict[str, jax.Array]:
@@ -71,6 +69,7 @@ def check_destination(plan: SyncPlan, destination: Mapping[str, Sharding], numbe
 
     name: of the transport, which cannot hand over a buffer and so has no leaves in place.
     """
+    known: dict[Layout, Layout] = {}
     for path, leaf in plan.leaves.items():
         if path not in destination:
             raise SyncError(f"sync: the plan writes {path}, for which the destination names no sharding")
@@ -79,7 +78,10 @@ def check_destination(plan: SyncPlan, destination: Mapping[str, Sharding], numbe
                 f"sync: the plan finds parts of {path} on their destination devices already; the transport {name!r} "
                 f"takes everything to another process: number the two sides' devices apart"
             )
-        here = layout_here(destination[path], leaf.shape, numbers)
+        layout = layout_of(destination[path], leaf.shape)
+        if layout not in known:
+            known[layout] = _renumbered(layout, numbers)
+        here = known[layout]
         if here != leaf.target_layout:
             raise SyncError(
                 f"sync: {path} {leaf.dtype}{list(leaf.shape)} is wanted as {here.describe()}, but was planned as "

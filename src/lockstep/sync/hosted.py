@@ -1,0 +1,132 @@
+"""Weights by way of host memory, for the transports that leave them somewhere: out of the source's shards into whole
+destination leaves, and out of a store into the destination's shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from lockstep.cluster.devices import aligned_empty
+from lockstep.cluster.sharding import describe_layout
+from lockstep.errors import SyncError
+from lockstep.sync.ends import check_destination
+from lockstep.sync.foreign import WeightsError
+from lockstep.sync.local_host import adopt
+from lockstep.sync.mapping import FormatMap, Target, materialise, whole
+from lockstep.sync.moves import Move, Prepared, held_boxes, prepare
+from lockstep.sync.plan import SyncPlan
+from lockstep.sync.transport import Deadline
+
+Region = tuple[slice, ...]
+
+
+@contextlib.contextmanager
+def said_as_sync_error(what: str) -> Iterator[None]:
+    """WeightsError and OSError as SyncError."""
+    try:
+        yield
+    except WeightsError as error:
+        raise SyncError(f"sync: {what}: {error}. Nothing of it is used") from error
+    except OSError as error:
+        raise SyncError(f"sync: {what}: {error}") from error
+
+
+def gather(path: str, leaf: jax.Array) -> np.ndarray:
+    """The whole leaf on the host; the shard's own memory where one shard is all of it."""
+    if not leaf.is_fully_addressable:
+        raise SyncError(f"sync: other processes hold parts of {path} ({describe_layout(leaf.sharding)})")
+    if leaf.sharding.is_fully_replicated:
+        return np.asarray(leaf.addressable_shards[0].data)
+    out = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        if shard.replica_id == 0:
+            out[shard.index] = np.asarray(shard.data)
+    return out
+
+
+def host_targets(
+    mapping: FormatMap, source: Mapping[str, jax.Array], check: Callable[[], None]
+) -> Iterator[tuple[Target, np.ndarray]]:
+    """Every destination leaf, whole, in the map's order; read-only where it is the source's memory. check: called
+    between leaves; raises when there is no time left. A source leaf is on the host until its last use."""
+    uses = Counter(piece.source for target in mapping.targets.values() for piece in target.pieces)
+    held: dict[str, np.ndarray] = {}
+    for target in mapping.targets.values():
+        check()
+        for piece in target.pieces:
+            if piece.source not in held:
+                held[piece.source] = gather(piece.source, source[piece.source])
+        yield target, _made(target, held)
+        for piece in target.pieces:
+            uses[piece.source] -= 1
+            if not uses[piece.source]:
+                held.pop(piece.source, None)
+
+
+def _made(target: Target, held: Mapping[str, np.ndarray]) -> np.ndarray:
+    if len(target.pieces) == 1:
+        (piece,) = target.pieces
+        leaf = held[piece.source]
+        as_it_is = whole(piece.source, leaf.shape, target.dtype).pieces == target.pieces
+        if as_it_is and leaf.shape == target.shape and leaf.dtype.name == target.dtype:
+            return leaf
+    return materialise(target, held)
+
+
+def place(
+    plan: SyncPlan,
+    destination: Mapping[str, Sharding],
+    numbers: Mapping[int, jax.Device],
+    read: Callable[[str, Region], np.ndarray],
+    name: str,
+    deadline: Deadline,
+    version: int,
+) -> tuple[dict[str, jax.Array], dict[tuple[int, int], int]]:
+    """(the tree, bytes per link), each device reading only what the plan brings to it.
+
+    read: a region of a whole destination leaf, as stored. A store stands between the plan's senders and receivers: what
+    is read for a transfer counts as having come over its link, in the type that the plan sends it in; relays are read
+    from the store like the rest.
+    """
+    check_destination(plan, destination, numbers, name)
+    prepared = _prepared(plan)
+    boxes = {path: held_boxes(plan.destination[path]) for path in prepared.parts}
+    by_leaf: dict[str, list[Move]] = {path: [] for path in prepared.parts}
+    for moves in prepared.rounds:
+        for move in moves:
+            by_leaf[move.target].append(move)
+    tree, links = {}, Counter[tuple[int, int]]()
+    for path, own in by_leaf.items():
+        if not deadline.remaining():
+            raise deadline.missed("the receiver", f"what was left in {name}", f"{path} to be read", version)
+        leaf, dtype = plan.leaves[path], np.dtype(plan.leaves[path].dtype)
+        parts = {number: aligned_empty(shape, dtype) for number, shape in prepared.parts[path].items()}
+        if path in prepared.fills:
+            for part in parts.values():
+                part.fill(0)
+        for move in own:
+            low = [start for start, _ in boxes[path][move.receiver]]
+            inside = [slice(at, at + (size - 1) * step + 1, step) for at, size, step in move.write]
+            block = read(path, tuple(slice(w.start + o, w.stop + o, w.step) for w, o in zip(inside, low, strict=True)))
+            _copy(parts[move.receiver][tuple(inside)], block)
+            links[move.sender, move.receiver] += block.size * np.dtype(leaf.wire_dtype).itemsize
+        tree[path] = adopt(leaf.shape, destination[path], parts, numbers)
+    jax.block_until_ready(tree)
+    return {path: tree[path] for path in plan.leaves}, dict(links)
+
+
+def _copy(into: np.ndarray, block: np.ndarray) -> None:
+    # As integers: numpy copies types that it does not know itself element by element.
+    bits = f"u{into.dtype.itemsize}"
+    into.view(bits)[...] = block.view(bits)
+
+
+@lru_cache(maxsize=4)
+def _prepared(plan: SyncPlan) -> Prepared:
+    return prepare(plan)
