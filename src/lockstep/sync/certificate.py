@@ -30,7 +30,7 @@ The hash is the planner's own and is not examined. Imports no jax.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from lockstep.errors import SyncError
 from lockstep.sync.leaf_proof import LeafProof, prove_leaf
 from lockstep.sync.mapping import check_total
 from lockstep.sync.plan import LeafPlan, SyncPlan, Transfer, TransferTable
-from lockstep.sync.regions import rows_of
+from lockstep.sync.regions import rows_of, sums
 
 CHECKS = (
     "mapping",
@@ -58,7 +58,7 @@ CHECKS = (
     "staging",
     "bounds",
 )
-LISTED_BY_DEFAULT = 20_000  # transfers; beyond, listing them one by one takes longer than proving the plan
+LISTED_BY_DEFAULT = 2_000  # transfers; beyond, listing them one by one takes longer than proving the plan
 _SHOWN = 3  # failures per check that are spelled out
 _CLOSE = 1e-6  # relative; what floats of seconds may be apart
 
@@ -73,12 +73,13 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Certificate:
-    """checks: by name, in the order of `CHECKS`. leaves, transfers, cells: how many were examined."""
+    """checks: by name, in the order of `CHECKS`. leaves, transfers: how many were examined. intervals: of elements, how
+    many were laid beside one another."""
 
     checks: tuple[Check, ...]
     leaves: int
     transfers: int
-    cells: int
+    intervals: int
 
     @property
     def ok(self) -> bool:
@@ -98,8 +99,8 @@ class Certificate:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """`ok`, `leaves`, `transfers`, `cells` and `checks`, a list of `name`, `ok`, `detail`."""
-        counts = {"ok": self.ok, "leaves": self.leaves, "transfers": self.transfers, "cells": self.cells}
+        """`ok`, `leaves`, `transfers`, `intervals` and `checks`, a list of `name`, `ok`, `detail`."""
+        counts = {"ok": self.ok, "leaves": self.leaves, "transfers": self.transfers, "intervals": self.intervals}
         return counts | {"checks": [check._asdict() for check in self.checks]}
 
 
@@ -115,7 +116,7 @@ def check(plan: SyncPlan, *, listing: bool | None = None) -> Certificate:
         if few:
             proof.listing()
     names = (*CHECKS, "listing") if "listing" in proof.examined else CHECKS
-    return Certificate(tuple(proof.result(name) for name in names), proof.count, proof.transfers, proof.cells)
+    return Certificate(tuple(proof.result(name) for name in names), proof.count, proof.transfers, proof.intervals)
 
 
 class _Proof:
@@ -125,10 +126,11 @@ class _Proof:
         self.plan = plan
         self.wrong: dict[str, list[str]] = defaultdict(list)
         self.examined: dict[str, str] = {}
-        self.count = self.transfers = self.cells = 0
+        self.count = self.transfers = self.intervals = 0
         self.tables: dict[str, list[TransferTable]] = {}
         devices = len(plan.devices)
-        self.links = np.zeros(devices * devices, np.int64)
+        self.links = np.zeros((devices, devices), np.int64)
+        self.pairs: list[tuple[np.ndarray, np.ndarray]] = []  # (sender * devices + receiver, bytes) of links
         self.needed = np.zeros(devices, np.int64)
         self.new = np.zeros(devices, np.int64)
         self.out: list[tuple[np.ndarray, np.ndarray]] = []  # (round * devices + device, bytes), each leaf summed up
@@ -175,12 +177,12 @@ class _Proof:
             proof = prove_leaf(target, leaf, plan.destination[path], plan.source, tables, self.fail)
             self.count += 1
             self.transfers += proof.transfers
-            self.cells += proof.cells
+            self.intervals += proof.intervals
             self._add(path, proof)
         words = f"{self.transfers} transfers of {self.count} leaves"
         for name in ("pieces", "provenance", "relays", "crossing", "bytes", "rounds"):
             self.examined[name] = words
-        self.examined["coverage"] = f"{self.cells} cells of {self.count} leaves, on every device"
+        self.examined["coverage"] = f"{self.intervals} intervals on the lines of {self.count} leaves"
         stay = sum(leaf.in_place for leaf in plan.leaves.values())
         self.examined |= {"leaves": f"{self.count} leaves", "in_place": f"{stay} of {self.count} leaves stay"}
 
@@ -206,26 +208,28 @@ class _Proof:
                 self.fail("links", f"{path}: the plan's devices lack {[d for d in part if d not in devices][:5]}")
                 continue
             total[rows] += np.array(list(part.values()), np.int64)
-        if proof.traffic is None or not len(proof.traffic.sender):
+        if proof.traffic is None or not len(proof.traffic.links[0]):
             return
-        sender, receiver = rows_of(devices, proof.traffic.sender), rows_of(devices, proof.traffic.receiver)
+        sender, receiver, size = proof.traffic.links
+        sender, receiver = rows_of(devices, sender), rows_of(devices, receiver)
         known = (sender >= 0) & (receiver >= 0)
-        number = proof.traffic.round
         if not known.all():
             self.fail("links", f"{path}: a transfer is between devices that the plan does not list")
-        if late := int((number >= self.plan.rounds).sum()):
-            self.fail("rounds", f"{path}: {late} transfers are after the last of {self.plan.rounds} rounds")
-        sender, receiver, number, size = (x[known] for x in (sender, receiver, number, proof.traffic.bytes))
-        self.links += _sums(sender * len(devices) + receiver, size, len(self.links))
-        for busy, side in ((self.out, sender), (self.into, receiver)):
-            key, inverse = np.unique(number * len(devices) + side, return_inverse=True)
-            busy.append((key, _sums(inverse, size, len(key))))
+        key = sender[known] * len(devices) + receiver[known]
+        self.pairs.append((key, size[known]))
+        for busy, (number, device, size) in ((self.out, proof.traffic.sent), (self.into, proof.traffic.received)):
+            row = rows_of(devices, device)
+            busy.append(((number * len(devices) + row)[row >= 0], size[row >= 0]))
+        if (late := proof.traffic.sent[0] >= self.plan.rounds).any():
+            at = int(proof.traffic.sent[0][late][0])
+            self.fail("rounds", f"{path}: something is sent in round {at}, but there are {self.plan.rounds} rounds")
 
     def totals(self) -> None:
         plan, count = self.plan, len(self.plan.devices)
         if list(plan.devices) != sorted(set(plan.devices)):
             self.fail("links", "the plan's devices are not increasing numbers")
-        links = self.links.reshape(count, count)
+        key, size = _joined(self.pairs)
+        self.links = links = sums(key, size, count * count).reshape(count, count)
         for name, claimed, true in (
             ("links", plan.links, links),
             ("sent", plan.sent, links.sum(axis=1)),
@@ -241,7 +245,7 @@ class _Proof:
         if plan.new_bytes != self.new.max(initial=0):
             self.fail("new_bytes", f"{plan.new_bytes} in the plan; {self.new.max(initial=0)} on the fullest device")
         self.examined["new_bytes"] = f"{plan.new_bytes} bytes"
-        self.rounds = [_by_round(busy, count) for busy in (self.out, self.into)]
+        self.rounds = [_by_round(busy) for busy in (self.out, self.into)]
         peak = max((int(values.max(initial=0)) for _, values in self.rounds), default=0)
         if peak != plan.peak_staging_bytes:
             self.fail("staging", f"the peak is {plan.peak_staging_bytes} in the plan; it is {peak}")
@@ -252,7 +256,7 @@ class _Proof:
     def bounds(self) -> None:
         plan, bounds = self.plan, self.plan.bounds
         per_byte = 8e-9 / plan.link.link_gbps
-        links = self.links.reshape(len(plan.devices), -1)
+        links = self.links
         busiest = int(max(links.sum(axis=0).max(initial=0), links.sum(axis=1).max(initial=0)))
         receive = int(self.needed.max(initial=0)) * per_byte
         cross = 0.0 if plan.link.bisection_gbps is None else int(self.needed.sum()) * 8e-9 / plan.link.bisection_gbps
@@ -284,27 +288,23 @@ class _Proof:
         if link.bisection_gbps is not None and len(self.rounds[0][0]):
             key, size = self.rounds[0]
             rounds, inverse = np.unique(key // count, return_inverse=True)
-            for at, total in zip(rounds, _sums(inverse, size, len(rounds)), strict=True):
+            for at, total in zip(rounds, sums(inverse, size, len(rounds)), strict=True):
                 longest[int(at)] = max(longest[int(at)], int(total) * 8e-9 / link.bisection_gbps)
         return sum(longest.values()) + len(longest) * link.latency_s
 
     def listing(self) -> None:
         """Transfers one by one: of each leaf, and of all leaves, those of the tables."""
-        plan, total = self.plan, 0
-        everything: list[Transfer] = []
+        plan, everything = self.plan, Counter[Transfer]()
         for path in plan.mapping.targets:
-            listed = list(plan.transfers(path))
-            total += len(listed)
+            listed = Counter(plan.transfers(path))
+            expected = Counter(transfer for table in plan.transfers.tables(path) for transfer in _rows(table))
             everything += listed
-            expected = [transfer for table in plan.transfers.tables(path) for transfer in _rows(table)]
-            if sorted(map(repr, listed)) != sorted(map(repr, expected)):
-                self.fail(
-                    "listing",
-                    f"{path}: {len(listed)} transfers are listed, the tables have {len(expected)}, or other ones",
-                )
-        if sorted(map(repr, plan.transfers())) != sorted(map(repr, everything)):
+            if listed != expected:
+                count = (listed - expected).total() + (expected - listed).total()
+                self.fail("listing", f"{path}: {count} transfers are in the list or in the tables, but not in both")
+        if Counter(plan.transfers()) != everything:
             self.fail("listing", "the transfers of all leaves are not those of the leaves one by one")
-        self.examined["listing"] = f"{total} transfers one by one"
+        self.examined["listing"] = f"{everything.total()} transfers one by one"
 
 
 def _rows(table: TransferTable) -> list[Transfer]:
@@ -334,19 +334,16 @@ def _rows(table: TransferTable) -> list[Transfer]:
     return made
 
 
-def _sums(where: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
-    """Whole numbers summed by place; exact, other than through floats' bincount beyond 2^53."""
-    total = np.zeros(count, np.int64)
-    np.add.at(total, where, values)
-    return total
+def _joined(columns: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    none = np.zeros(0, np.int64)
+    return np.concatenate([none, *(key for key, _ in columns)]), np.concatenate([none, *(size for _, size in columns)])
 
 
-def _by_round(busy: list[tuple[np.ndarray, np.ndarray]], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(round * count + device, bytes), each key once."""
-    if not busy:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    key, inverse = np.unique(np.concatenate([key for key, _ in busy]), return_inverse=True)
-    return key, _sums(inverse, np.concatenate([size for _, size in busy]), len(key))
+def _by_round(busy: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """(round * devices + device, bytes), each key once, increasing."""
+    every, size = _joined(busy)
+    key, inverse = np.unique(every, return_inverse=True)
+    return key, sums(inverse, size, len(key))
 
 
 def _grouped_max(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

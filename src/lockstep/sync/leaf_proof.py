@@ -11,50 +11,35 @@ from dataclasses import dataclass
 import ml_dtypes  # noqa: F401  (teaches numpy the names `bfloat16` and `float8_*`)
 import numpy as np
 
+from lockstep.sync.columns import Columns, columns
 from lockstep.sync.mapping import Target
 from lockstep.sync.plan import LeafPlan, Placed, TransferTable
-from lockstep.sync.regions import Grid, Parts, Pieces, held, inside, rows_of, volumes
+from lockstep.sync.regions import Lines, Pieces, held, inside, rows_of, sums, volumes
 
 Fail = Callable[[str, str], None]
 """(check, what is wrong)."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """All transfers of a leaf. source [n, most source dims, 3] and target [n, dims, 3]: regions. pair, receiver
-    [pairs]: one entry per transfer and receiver."""
-
-    piece: np.ndarray
-    source: np.ndarray
-    target: np.ndarray
-    sender: np.ndarray
-    bytes: np.ndarray
-    round: np.ndarray
-    relay: np.ndarray
-    pair: np.ndarray
-    receiver: np.ndarray
-
-
-@dataclass(frozen=True)
 class Traffic:
-    """What one leaf puts on links: one entry per transfer and receiver that are not one device. Device numbers."""
+    """What one leaf puts on links, summed up. links: (sender, receiver, bytes) columns, device numbers; sent, received:
+    (round, device, bytes) columns."""
 
-    sender: np.ndarray
-    receiver: np.ndarray
-    bytes: np.ndarray
-    round: np.ndarray
+    links: tuple[np.ndarray, np.ndarray, np.ndarray]
+    sent: tuple[np.ndarray, np.ndarray, np.ndarray]
+    received: tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class LeafProof:
     """needed: destination device -> bytes that it must get over links whatever the plan. new_bytes: likewise, of new
-    buffers. transfers, cells: how many were examined."""
+    buffers. transfers: how many were examined. intervals: of elements, how many were laid beside one another."""
 
     needed: Mapping[int, int]
     new_bytes: Mapping[int, int]
     traffic: Traffic | None
     transfers: int
-    cells: int
+    intervals: int
 
 
 def itemsize(dtype: str) -> int:
@@ -102,18 +87,17 @@ def prove_leaf(
     _claims(leaf, {name: int(n) for name, n in claims.items()} | {"crossing": int(needed.sum())}, target, fail)
     by_device = dict(zip(devices, needed.tolist(), strict=True))
     new = dict(zip(devices, (volume * size).tolist(), strict=True))
-    columns = _columns(target, tables, pieces, fail)
-    if columns is None:
+    moves, wrong = columns(target, tables, [len(place.shape) for place in places], devices)
+    if moves is None:
+        fail("pieces", wrong)
         return LeafProof(by_device, new, None, 0, 0)
-    cells = _prove_transfers(target, columns, pieces, boxes, devices, places, wire, fail)
-    crosses = columns.sender[columns.pair] != columns.receiver
-    pair = columns.pair[crosses]
-    traffic = Traffic(columns.sender[pair], columns.receiver[crosses], columns.bytes[pair], columns.round[pair])
-    got = np.bincount(np.maximum(rows_of(devices, traffic.receiver), 0), traffic.bytes, len(devices)).astype(np.int64)
+    intervals = _prove_transfers(target, moves, pieces, boxes, mapped.sum(axis=0), places, wire, fail)
+    traffic = _traffic(moves)
+    got = sums(rows_of(devices, traffic.received[1]), traffic.received[2], len(devices))
     if (got != needed).any():
         at = int(np.argmax(got != needed))
         fail("crossing", f"{target.path}: device {devices[at]} gets {got[at]} bytes over links; it lacks {needed[at]}")
-    return LeafProof(by_device, new, traffic, len(columns.piece), cells)
+    return LeafProof(by_device, new, traffic, len(moves.piece), intervals)
 
 
 def _stays(target: Target, places: list[Placed], destination: Placed, boxes: np.ndarray) -> bool:
@@ -185,160 +169,137 @@ def _turns(start: np.ndarray, step: np.ndarray, count: np.ndarray, box: np.ndarr
     return low, np.minimum(count, (box[..., 1] - 1 - start) // step + 1)
 
 
-def _columns(target: Target, tables: list[TransferTable], pieces: Pieces, fail: Fail) -> Columns | None:
-    """The tables as one; None (and `fail` told) for what is no table of this leaf."""
-    dims, most = len(target.shape), pieces.fixed.shape[1]
-    made: list[tuple[np.ndarray, ...]] = []
-    offset = 0
-    for table in tables:
-        count = len(table.sender)
-        known = 0 <= table.piece < len(target.pieces) and table.target == target.path
-        if not known or table.source != target.pieces[table.piece].source:
-            fail(
-                "pieces", f"{target.path}: piece {table.piece} of {table.target} from {table.source} is not in the map"
-            )
-            return None
-        source = np.zeros((count, most, 3), np.int64)
-        source[..., 2] = 1
-        rank = len(table.source_step)
-        sizes = np.array([len(group) for group in table.groups], np.int64)
-        shapes = {table.source_start.shape, table.source_stop.shape} | {(count, rank)}
-        shapes_target = {table.target_start.shape, table.target_stop.shape, (count, dims)}
-        lengths = {len(column) for column in (table.receivers, table.bytes, table.round, table.relay)} | {count}
-        steps = (*table.source_step, *table.target_step)
-        rows = table.receivers
-        if (
-            len(shapes) + len(shapes_target) + len(lengths) != 3
-            or rank != int((pieces.fixed[table.piece] > -2).sum())
-            or len(table.target_step) != dims
-            or min(steps, default=1) < 1
-            or (count and not (rows.min() >= 0 and rows.max() < len(sizes)))
-        ):
-            fail("pieces", f"{target.path}: the table of piece {table.piece} is malformed")
-            return None
-        if not count:
-            continue
-        source[:, :rank] = _regions(table.source_start, table.source_stop, table.source_step)
-        goal = _regions(table.target_start, table.target_stop, table.target_step)
-        each = sizes[rows]
-        flat = np.array([number for group in table.groups for number in group], np.int64)
-        pair = np.repeat(np.arange(count), each)
-        begin = (np.cumsum(sizes) - sizes)[rows]
-        receiver = flat[begin[pair] + np.arange(len(pair)) - np.repeat(np.cumsum(each) - each, each)]
-        piece = np.full(count, table.piece)
-        made.append((piece, source, goal, table.sender, table.bytes, table.round, table.relay, pair + offset, receiver))
-        offset += count
-    if not made:
-        none = np.zeros(0, np.int64)
-        empty = np.zeros((0, most, 3), np.int64), np.zeros((0, dims, 3), np.int64)
-        return Columns(none, *empty, none, none, none, none.astype(bool), none, none)
-    return Columns(*(np.concatenate(column) for column in zip(*made, strict=True)))
-
-
-def _regions(start: np.ndarray, stop: np.ndarray, step: tuple[int, ...]) -> np.ndarray:
-    return np.stack([start, stop, np.broadcast_to(np.array(step, np.int64), start.shape)], axis=-1)
-
-
 def _prove_transfers(
     target: Target,
-    columns: Columns,
+    moves: Columns,
     pieces: Pieces,
     boxes: np.ndarray,
-    devices: tuple[int, ...],
+    mapped: np.ndarray,
     places: list[Placed],
     wire: np.ndarray,
     fail: Fail,
 ) -> int:
-    """Returns the number of cells examined."""
+    """mapped: [devices] elements of every part that the map has. Returns the number of intervals examined."""
 
     def expect(check: str, good: np.ndarray, words: str) -> bool:
         if good.all():
             return True
-        at = int(np.argmin(good))
-        at = at if len(good) == len(columns.sender) else int(columns.pair[at])
-        fail(check, f"{target.path}: {_show(columns, at)} {words} ({int((~good).sum())} such)")
+        shown = moves.show(int(np.argmin(good)))
+        fail(check, f"{target.path}: {shown} {words} ({int((~good).sum())} such)")
         return False
 
-    sound = expect("pieces", pieces.agree(columns.piece, columns.source, columns.target), "is not what the map says")
-    row = rows_of(devices, columns.receiver)
-    arrives = expect("coverage", row >= 0, "goes to a device that the destination has not")
-    goal = columns.target[columns.pair]
-    arrives = arrives and expect("coverage", inside(goal, boxes[row]), "lies outside the receiver's part")
-    alone = np.bincount(columns.pair, minlength=len(columns.sender)) == 1
-    local = columns.sender[columns.pair] == columns.receiver
-    copied = np.zeros(len(alone), bool)
-    copied[columns.pair[local]] = True
-    item = np.where(copied, itemsize(target.dtype), wire[columns.piece])
-    expect("bytes", columns.bytes == volumes(columns.target) * item, "does not claim the bytes of its elements")
-    expect("provenance", ~local | (alone & ~columns.relay)[columns.pair], "has its sender among the receivers")
-    expect("provenance", np.bincount(columns.pair, minlength=len(columns.sender)) > 0, "has no receiver")
-    expect("rounds", columns.round >= 0, "has no round")
-    expect("provenance", columns.relay | _holds(columns, places), "is sent by a device that does not hold it")
+    volume, size = volumes(moves.target), moves.size[moves.group]
+    sound = expect("pieces", pieces.agree(moves.piece, moves.source, moves.target), "is not what the map says")
+    item = np.where(moves.local, itemsize(target.dtype), wire[moves.piece])
+    expect("bytes", moves.bytes == volume * item, "does not claim the bytes of its elements")
+    expect("rounds", moves.round >= 0, "has no round")
+    expect("provenance", ~moves.local | ((size == 1) & ~moves.relay), "has its sender among several receivers")
+    expect("provenance", size > 0, "has no receiver")
+    expect("provenance", moves.relay | _holds(moves, places), "is sent by a device that does not hold it")
+    arrives = expect("coverage", moves.strangers[moves.group] == 0, "goes to a device that the destination has not")
+    common = np.zeros((len(moves.size), *boxes.shape[1:]), np.int64)  # per group: what lies in every receiver's part
+    for group, among in enumerate(moves.member):
+        common[group] = boxes[among].min(axis=0, initial=np.iinfo(np.int64).max)
+        common[group, :, 0] = boxes[among, :, 0].max(axis=0, initial=0)
+    arrives &= expect("coverage", inside(moves.target, common[moves.group]), "lies outside a receiver's part")
     if not (sound and arrives):
         return 0
-    sender = rows_of(devices, columns.sender)
-    here = (sender >= 0) & inside(columns.target, boxes[np.maximum(sender, 0)])
-    passed_on = expect("relays", ~columns.relay | here, "is relayed by a device whose part it is not")
-    grid = Grid(target.shape, boxes, pieces.target_regions(), columns.target)
-    parts = Parts(grid, boxes)
-    of, number = parts.number(row, goal)
-    if not _covered(target, grid, parts, pieces, number, devices, fail) or not passed_on:
-        return parts.count
-    if columns.relay.any():
-        arrival = np.full(parts.count, np.iinfo(np.int64).max)
-        arrival[number] = columns.round[columns.pair][of]
-        relayed = np.flatnonzero(columns.relay)
-        of, number = parts.number(sender[relayed], columns.target[relayed])
-        late = (arrival[number] >= columns.round[relayed][of]) & (parts.elements[number] > 0)
-        good = np.ones(len(columns.sender), bool)
-        good[relayed[of[late]]] = False
-        expect("relays", good, "is relayed before it has arrived at its sender")
-    return parts.count
+    written = moves.member.T.astype(np.int64) @ sums(moves.group, volume, len(moves.size))
+    if (written != mapped).any():
+        at = int(np.argmax(written != mapped))
+        fail(
+            "coverage",
+            f"{target.path}: {written[at]} elements are written on device {moves.devices[at]}, whose part "
+            f"{boxes[at, :, :2].tolist()} has {mapped[at]} to write",
+        )
+        return 0
+    return _once(target, moves, boxes, expect, fail)
 
 
-def _holds(columns: Columns, places: list[Placed]) -> np.ndarray:
+def _once(
+    target: Target, moves: Columns, boxes: np.ndarray, expect: Callable[[str, np.ndarray, str], bool], fail: Fail
+) -> int:
+    """No element is written twice on a device, nor relayed before it is there.
+
+    With as many elements written as there are to write, each in its place, none twice means each once. Devices that are
+    in the same groups get the same transfers, so one stands for all of them.
+    """
+    alike: dict[bytes, int] = {}
+    standing = np.array([alike.setdefault(column.tobytes(), len(alike)) for column in moves.member.T])
+    first = np.unique(standing, return_index=True)[1]
+    lines = Lines(target.shape, moves.target)
+    of, line, low, high = lines.intervals(moves.target)
+    where, device = _spread(moves.member[:, first], moves.group[of])
+    of, line, low, high = of[where], line[where], low[where], high[where]
+    begin = (device * lines.count + line) * lines.length + low
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], (begin + (high - low))[order]
+    twice = np.flatnonzero(end[:-1] > begin[1:])
+    if len(twice):
+        pair = [moves.show(int(of[order[at]])) for at in (twice[0], twice[0] + 1)]
+        to = moves.devices[first[device[order[twice[0]]]]]
+        fail(
+            "coverage", f"{target.path}: device {to} gets elements twice: {pair[0]}, and {pair[1]} ({len(twice)} such)"
+        )
+        return len(begin)
+    relayed = np.flatnonzero(moves.relay)
+    if not len(relayed):
+        return len(begin)
+    sender = rows_of(moves.devices, moves.sender[relayed])
+    good = np.ones(len(moves.piece), bool)
+    good[relayed] = (sender >= 0) & inside(moves.target[relayed], boxes[sender])
+    if not expect("relays", good, "is relayed by a device whose part it is not"):
+        return len(begin)
+    of_relay, line, low, high = lines.intervals(moves.target[relayed])
+    base = (standing[sender[of_relay]] * lines.count + line) * lines.length
+    at, upto = np.searchsorted(begin, base + low, "right") - 1, np.searchsorted(begin, base + high)
+    which = np.repeat(np.arange(len(at)), upto - at)
+    at = np.arange(len(which)) - np.repeat(np.cumsum(upto - at) - upto, upto - at)
+    late = moves.round[of[order[at]]] >= moves.round[relayed][of_relay[which]]
+    good[relayed[of_relay[which[late]]]] = False
+    expect("relays", good, "is relayed before it has arrived at its sender")
+    return len(begin)
+
+
+def _spread(among: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """among: [groups, n] bool. For every entry of `group`, once per member: its place, and the member."""
+    sizes = among.sum(axis=1)
+    flat = np.nonzero(among)[1]
+    each = sizes[group]
+    where = np.repeat(np.arange(len(group)), each)
+    offset = np.arange(len(where)) - np.repeat(np.cumsum(each) - each, each)
+    return where, flat[(np.cumsum(sizes) - sizes)[group[where]] + offset]
+
+
+def _holds(moves: Columns, places: list[Placed]) -> np.ndarray:
     """[n] whether the sender holds, at the source, what is read."""
-    good = np.zeros(len(columns.sender), bool)
+    good = np.zeros(len(moves.sender), bool)
     groups: dict[Placed, list[int]] = {}
     for at, place in enumerate(places):
         groups.setdefault(place, []).append(at)
     for place, members in groups.items():
-        mine = np.flatnonzero(np.isin(columns.piece, members)) if len(groups) > 1 else np.arange(len(good))
-        rows = rows_of(place.layout.mesh.devices, columns.sender[mine])
+        mine = np.flatnonzero(np.isin(moves.piece, members)) if len(groups) > 1 else np.arange(len(good))
+        rows = rows_of(place.layout.mesh.devices, moves.sender[mine])
         parts = held(place.layout, place.shape)[np.maximum(rows, 0)]
-        good[mine] = (rows >= 0) & inside(columns.source[mine, : len(place.shape)], parts)
+        good[mine] = (rows >= 0) & inside(moves.source[mine, : len(place.shape)], parts)
     return good
 
 
-def _covered(
-    target: Target, grid: Grid, parts: Parts, pieces: Pieces, number: np.ndarray, devices: tuple[int, ...], fail: Fail
-) -> bool:
-    """Whether every device's part is written once where the map has a piece, and nowhere else."""
-    of, found = grid.cells(pieces.target_regions())
-    mapped = np.zeros(int(np.prod(grid.shape, dtype=np.int64)), bool)
-    mapped[grid.flat(found, len(of))] = True
-    wanted = mapped[parts.flat]
-    times = np.bincount(number, minlength=parts.count)
-    wrong = (times != wanted) & (parts.elements > 0)
-    if not wrong.any():
-        return True
-    at = int(np.argmax(wrong))
-    index = grid.first(int(parts.flat[at]))
-    fail(
-        "coverage",
-        f"{target.path}: element {index} is written {times[at]} times on device {devices[parts.device[at]]}; expected "
-        f"{int(wanted[at])} ({int(parts.elements[wrong].sum())} elements are wrong)",
-    )
-    return False
-
-
-def _show(columns: Columns, at: int) -> str:
-    def box(regions: np.ndarray) -> str:
-        shown = [f"{a}:{b}" if s == 1 else f"{a}:{b}:{s}" for a, b, s in regions[at].tolist()]
-        return f"[{', '.join(shown)}]"
-
-    to = columns.receiver[columns.pair == at].tolist()
-    return (
-        f"{box(columns.source)} -> {box(columns.target)} from device {columns.sender[at]} to {to} in round "
-        f"{columns.round[at]}"
-    )
+def _traffic(moves: Columns) -> Traffic:
+    """Everything but local copies."""
+    over = np.flatnonzero(~moves.local | (moves.size[moves.group] != 1))
+    group, size, number = moves.group[over], moves.bytes[over], moves.round[over]
+    senders, sender = np.unique(moves.sender[over], return_inverse=True)
+    devices = np.array(moves.devices)
+    groups = len(moves.size)
+    pairs, at = np.unique(sender * groups + group, return_inverse=True)
+    total = sums(at, size, len(pairs))
+    where, to = _spread(moves.member, pairs % max(1, groups))
+    links = senders[pairs[where] // max(1, groups)], devices[to], total[where]
+    keys, at = np.unique(number * len(senders) + sender, return_inverse=True)
+    count = max(1, len(senders))
+    sent = keys // count, senders[keys % count], sums(at, size * moves.size[group], len(keys))
+    keys, at = np.unique(number * groups + group, return_inverse=True)
+    total = sums(at, size, len(keys))
+    where, to = _spread(moves.member, keys % max(1, groups))
+    return Traffic(links, sent, (keys[where] // max(1, groups), devices[to], total[where]))

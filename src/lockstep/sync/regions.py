@@ -1,10 +1,5 @@
 """The certificate's own arithmetic of meshes and strided boxes; shares no code with the planner.
 
-A leaf is seen as a grid of cells that no region tells apart. Per dim, indices are cut at every place where a region, a
-part or a piece begins or ends (segments), and within a segment by their residue modulo the common multiple of all
-steps; so a strided region is a box of cells too. What takes a million elements takes a handful of cells, and which
-cells a region consists of is arithmetic on whole columns of regions at once.
-
 Regions are columns here: [n, dims, 3] int64, (start, stop, step) per dim.
 """
 
@@ -12,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,6 +15,7 @@ from lockstep.sync.layout import Layout
 from lockstep.sync.mapping import Target
 
 
+@lru_cache(maxsize=4096)
 def held(layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
     """[devices in mesh order, dims, 3] int64: the part of a leaf of `shape` that each device holds, as regions.
 
@@ -42,15 +39,21 @@ def held(layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
         width = (size + shards - 1) // shards
         parts[:, dim, 0] = np.minimum(shard * width, size)
         parts[:, dim, 1] = np.minimum(shard * width + width, size)
+    parts.flags.writeable = False
     return parts
 
 
 def rows_of(devices: tuple[int, ...], wanted: np.ndarray) -> np.ndarray:
     """Row of each wanted device number in `devices`; -1 for one that is not among them."""
-    order = np.argsort(np.array(devices), kind="stable")
-    numbers = np.array(devices)[order]
+    order, numbers = _sorted(devices)
     at = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
     return np.where(numbers[at] == wanted, order[at], -1)
+
+
+@lru_cache(maxsize=256)
+def _sorted(devices: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    order = np.argsort(np.array(devices, np.int64), kind="stable")
+    return order, np.array(devices, np.int64)[order]
 
 
 def counts(regions: np.ndarray) -> np.ndarray:
@@ -72,6 +75,15 @@ def inside(regions: np.ndarray, boxes: np.ndarray) -> np.ndarray:
     """[n] whether each region lies within its box (regions of step 1); an empty region lies anywhere."""
     fits = (regions[..., 0] >= boxes[..., 0]) & (lasts(regions) < boxes[..., 1])
     return fits.all(axis=-1) | (volumes(regions) == 0)
+
+
+def sums(where: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    """[count] int64: whole numbers summed by place, exactly."""
+    if np.abs(values).sum(dtype=np.float64) < 2**53:  # then no partial sum is rounded
+        return np.bincount(where, values, count).astype(np.int64)
+    total = np.zeros(count, np.int64)
+    np.add.at(total, where, values)
+    return total
 
 
 @dataclass(frozen=True)
@@ -124,123 +136,56 @@ class Pieces:
         return good.all(axis=-1) & (taken | (fixed < 0)).all(axis=-1) & (volumes(target) > 0)
 
 
-class Grid:
-    """The cells of one leaf, cut wherever any of `regions` begins or ends."""
+class Lines:
+    """A leaf as lines along its most finely cut dim, on which regions are intervals: what shows whether they overlap.
 
-    def __init__(self, shape: tuple[int, ...], *regions: np.ndarray):
-        self.edges: list[np.ndarray] = []  # per dim: segments, between 0 and the size
-        self.modulus: list[int] = []  # per dim
-        self.sizes: list[np.ndarray] = []  # per dim: elements of [residue, segment]
-        for dim, size in enumerate(shape):
-            ends, steps = [np.array([0, size])], {1}
-            for region in regions:
-                ends += [region[:, dim, 0], lasts(region)[:, dim] + 1]
-                steps |= set(np.unique(region[counts(region)[:, dim] > 1, dim, 2]).tolist())
-            edges, modulus = np.unique(np.concatenate(ends)), math.lcm(*steps)
-            residue = np.arange(modulus)[:, None]
-            upto = (edges[None] - residue + modulus - 1) // modulus  # indices of this residue below each edge
-            self.edges.append(edges)
-            self.modulus.append(modulus)
-            self.sizes.append(np.diff(upto, axis=1))
+    Across that dim, indices are cut wherever a region begins or ends (segments) and, like those along it, told apart
+    by their residue modulo the common multiple of all steps. So a strided region, too, is whole intervals of whole
+    lines, and there are about as many intervals as regions, however large the leaf and however ragged the cuts.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Cells per dim: residue by residue, its segments in order."""
-        return tuple(sizes.size for sizes in self.sizes)
+    def __init__(self, shape: tuple[int, ...], regions: np.ndarray):
+        ends = [np.unique(np.r_[0, size, regions[:, d, 0], lasts(regions)[:, d] + 1]) for d, size in enumerate(shape)]
+        self.along = max(range(len(shape)), key=lambda dim: len(ends[dim])) if shape else -1
+        self.edges = [
+            np.array([0, size]) if dim == self.along else ends[dim] for dim, size in enumerate(shape)
+        ]  # per dim: segments, between 0 and the size
+        many = counts(regions) > 1
+        self.modulus = [math.lcm(*np.unique(regions[many[:, d], d, 2]).tolist()) for d in range(len(shape))]
+        self.count = math.prod(len(edges) - 1 for edges in self.edges) * math.prod(self.modulus)
+        self.length = shape[self.along] + 1 if shape else 2  # more than any place on a line
 
-    def cells(self, regions: np.ndarray) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """Every cell of every region, region after region: which region it is of, and per dim residue and segment.
-
-        Cells of one region come in row-major order of (residue, segment) per dim. Some may have no element.
-        """
+    def intervals(self, regions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Every interval of every region, region after region: which region it is of, its line (0..count-1), first
+        place and last place + 1 on it. The regions' ends must be among those that the lines were made from."""
         spans = [self._span(dim, regions) for dim in range(len(self.edges))]
         total = np.ones(len(regions), np.int64)
         for residues, low, high in spans:
             total *= residues * (high - low)
-        if (total == 1).all():
-            of, rest = np.arange(len(regions)), np.zeros(len(regions), np.int64)
-        else:
-            of = np.repeat(np.arange(len(regions)), total)
-            rest = np.arange(len(of)) - np.repeat(np.cumsum(total) - total, total)
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        for dim in reversed(range(len(spans))):
-            residues, low, high = (column[of] for column in spans[dim])
-            width, modulus = high - low, self.modulus[dim]
-            segment = low + rest % width
-            rest = rest // width
-            step = modulus // residues
-            residue = (regions[of, dim, 0] + rest % residues * step) % modulus
-            rest = rest // residues
-            found.append((residue, segment))
-        return of, found[::-1]
+        of = np.repeat(np.arange(len(regions)), total)
+        rest = np.arange(len(of)) - np.repeat(np.cumsum(total) - total, total)
+        line, first, stop = np.zeros(len(of), np.int64), np.zeros(len(of), np.int64), np.ones(len(of), np.int64)
+        some = np.ones(len(of), bool)  # whether there is an element: short segments lack residues
+        for dim, (residues, low, high) in enumerate(spans):
+            width, modulus = (high - low)[of], self.modulus[dim]
+            segment, rest = low[of] + rest % width, rest // width
+            residue = (regions[of, dim, 0] + rest % residues[of] * (modulus // residues[of])) % modulus
+            rest = rest // residues[of]
+            line = (line * (len(self.edges[dim]) - 1) + segment) * modulus + residue
+            if dim == self.along:
+                first = -((residue - regions[of, dim, 0]) // modulus)
+                stop = (lasts(regions)[of, dim] - residue) // modulus + 1
+                some &= stop > first
+            elif modulus > 1:
+                begin = self.edges[dim][segment]
+                some &= begin + (residue - begin) % modulus < self.edges[dim][segment + 1]
+        return of[some], line[some], first[some], stop[some]
 
     def _span(self, dim: int, regions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Per region: number of residues, first segment, last segment + 1; regions on the grid's cuts."""
-        many = counts(regions)[:, dim] > 1
-        step = np.where(many, regions[:, dim, 2], self.modulus[dim])
+        """Per region: number of residues, first segment, last segment + 1."""
+        step = np.where(counts(regions)[:, dim] > 1, regions[:, dim, 2], self.modulus[dim])
+        if dim == self.along:
+            return self.modulus[dim] // step, np.zeros_like(step), np.ones_like(step)
         low = np.searchsorted(self.edges[dim], regions[:, dim, 0])
         high = np.searchsorted(self.edges[dim], lasts(regions)[:, dim] + 1)
-        return self.modulus[dim] // step, low, np.maximum(low, high)
-
-    def flat(self, found: list[tuple[np.ndarray, np.ndarray]], count: int) -> np.ndarray:
-        """Numbers of cells in the whole grid."""
-        index = np.zeros(count, np.int64)
-        for (residue, segment), sizes in zip(found, self.sizes, strict=True):
-            index = index * sizes.size + residue * sizes.shape[1] + segment
-        return index
-
-    def elements(self, found: list[tuple[np.ndarray, np.ndarray]], count: int) -> np.ndarray:
-        """Elements per cell."""
-        size = np.ones(count, np.int64)
-        for (residue, segment), sizes in zip(found, self.sizes, strict=True):
-            size = size * sizes[residue, segment]
-        return size
-
-    def first(self, flat: int) -> tuple[int, ...]:
-        """The first element's index of a cell, given by its number in the whole grid."""
-        index = []
-        for dim, at in enumerate(np.unravel_index(flat, self.shape)):
-            residue, segment = divmod(int(at), self.sizes[dim].shape[1])
-            edge = int(self.edges[dim][segment])
-            index.append(edge + (residue - edge) % self.modulus[dim])
-        return tuple(index)
-
-
-class Parts:
-    """Cells of every device's part, numbered one device after the other, without those of no element's."""
-
-    def __init__(self, grid: Grid, boxes: np.ndarray):
-        """boxes: [devices, dims, 3] of step 1, whose ends are cuts of the grid."""
-        self.grid = grid
-        spans = [grid._span(dim, boxes) for dim in range(boxes.shape[1])]
-        self.low = np.stack([low for _, low, _ in spans], -1) if spans else np.zeros((len(boxes), 0), np.int64)
-        high = np.stack([high for *_, high in spans], -1) if spans else self.low
-        # A part of one index has one residue when seen as a region, but is numbered as parts are: by all of them.
-        self.width = high - self.low
-        per = np.prod(self.width * np.array(grid.modulus, np.int64), axis=1, dtype=np.int64)
-        self.start = np.concatenate([[0], np.cumsum(per)])
-        self.device = np.repeat(np.arange(len(boxes)), per)
-        rest = np.arange(len(self.device)) - self.start[self.device]
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        for dim in reversed(range(boxes.shape[1])):
-            width = self.width[self.device, dim]
-            segment = self.low[self.device, dim] + rest % width
-            rest = rest // width
-            found.append((rest % grid.modulus[dim], segment))
-            rest = rest // grid.modulus[dim]
-        self.elements = grid.elements(found[::-1], len(self.device))
-        self.flat = grid.flat(found[::-1], len(self.device))
-
-    @property
-    def count(self) -> int:
-        return int(self.start[-1])
-
-    def number(self, device: np.ndarray, regions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Cells of regions that lie in the parts of these devices (rows): which region each is of, and its number."""
-        of, found = self.grid.cells(regions)
-        where = device[of]
-        index = np.zeros(len(of), np.int64)
-        for dim, (residue, segment) in enumerate(found):
-            width = self.width[where, dim]
-            index = index * (width * self.grid.modulus[dim]) + residue * width + segment - self.low[where, dim]
-        return of, self.start[where] + index
+        return self.modulus[dim] // step, low, high
