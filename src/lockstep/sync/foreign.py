@@ -116,7 +116,7 @@ class Segment:
         """Raises WeightsError for a segment that is missing, incomplete, withdrawn, torn or of another format."""
         self.path = os.fspath(path)
         try:
-            self._file = open(self.path, "rb")
+            self._file = open(self.path, "rb")  # noqa: SIM115  (closed by `close`)
         except OSError as error:
             raise WeightsError(f"{self.path}: {error.strerror}; was it withdrawn?") from error
         self._map: mmap.mmap | None = None
