@@ -12,12 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from lockstep.cluster.devices import aligned_empty
+from lockstep.cluster.devices import HostMemory, adopt, default_memory
 from lockstep.cluster.sharding import describe_layout
 from lockstep.errors import SyncError
 from lockstep.sync.ends import check_destination
 from lockstep.sync.foreign import WeightsError
-from lockstep.sync.local_host import adopt
 from lockstep.sync.mapping import FormatMap, Target, materialise, whole
 from lockstep.sync.moves import Move, Prepared, held_boxes, prepare
 from lockstep.sync.plan import SyncPlan
@@ -87,12 +86,13 @@ def place(
     name: str,
     deadline: Deadline,
     version: int,
+    memory: HostMemory,
 ) -> tuple[dict[str, jax.Array], dict[tuple[int, int], int]]:
     """(the tree, bytes per link), each device reading only what the plan brings to it.
 
     read: a region of a whole destination leaf, as stored. A store stands between the plan's senders and receivers: what
     is read for a transfer counts as having come over its link, in the type that the plan sends it in; relays are read
-    from the store like the rest.
+    from the store like the rest. memory: where the parts are put together.
     """
     check_destination(plan, destination, numbers, name)
     prepared = _prepared(plan)
@@ -106,19 +106,26 @@ def place(
         if not deadline.remaining():
             raise deadline.missed("the receiver", f"what was left in {name}", f"{path} to be read", version)
         leaf, dtype = plan.leaves[path], np.dtype(plan.leaves[path].dtype)
-        parts = {number: aligned_empty(shape, dtype) for number, shape in prepared.parts[path].items()}
+        parts = {number: memory.empty(shape, dtype) for number, shape in prepared.parts[path].items()}
         if path in prepared.fills:
             for part in parts.values():
                 part.fill(0)
         for move in own:
             low = [start for start, _ in boxes[path][move.receiver]]
-            inside = [slice(at, at + (size - 1) * step + 1, step) for at, size, step in move.write]
-            block = read(path, tuple(slice(w.start + o, w.stop + o, w.step) for w, o in zip(inside, low, strict=True)))
-            _copy(parts[move.receiver][tuple(inside)], block)
+            at = tuple(slice(w.start + o, w.stop + o, w.step) for w, o in zip(move.write_at, low, strict=True))
+            block = read(path, at)
+            _copy(parts[move.receiver][move.write_at], block)
             links[move.sender, move.receiver] += block.size * np.dtype(leaf.wire_dtype).itemsize
-        tree[path] = adopt(leaf.shape, destination[path], parts, numbers)
+        tree[path] = _adopted(leaf.shape, destination[path], {numbers[n]: part for n, part in parts.items()})
     jax.block_until_ready(tree)
     return {path: tree[path] for path in plan.leaves}, dict(links)
+
+
+def _adopted(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, np.ndarray]) -> jax.Array:
+    kind = default_memory(next(iter(parts)))
+    if sharding.memory_kind in (None, kind):
+        return adopt(shape, sharding, parts)
+    return jax.device_put(adopt(shape, sharding.with_memory_kind(kind), parts), sharding)
 
 
 def _copy(into: np.ndarray, block: np.ndarray) -> None:

@@ -31,6 +31,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from lockstep.cluster.devices import HostMemory
 from lockstep.errors import SyncError
 from lockstep.sync import foreign
 from lockstep.sync.ends import checked_source
@@ -145,6 +146,7 @@ class SharedMemoryTransport:
         self._owned: dict[int, Owned] = {}
         self._released: list[Owned] = []
         self._tickets: dict[int, Mapping[str, Any]] = {}
+        self._memory = HostMemory()
         clean(owner, directory)
 
     def send(
@@ -214,7 +216,7 @@ class SharedMemoryTransport:
                 return views[leaf][region]
 
             try:
-                tree, links = place(plan, destination, numbers, read, self.name, deadline, version)
+                tree, links = place(plan, destination, numbers, read, self.name, deadline, version, self._memory)
             finally:
                 views.clear()
         return Staged(tree, links, time.perf_counter() - start)
