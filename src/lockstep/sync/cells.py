@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import ml_dtypes  # noqa: F401  (teaches numpy the names `bfloat16` and `float8_*`)
 import numpy as np
@@ -112,6 +112,22 @@ class Kind:
     @property
     def target_bytes(self) -> int:
         return np.dtype(self.target_dtype).itemsize
+
+    @cached_property
+    def row_bytes(self) -> np.ndarray:
+        """[cells] of one row, on the wire."""
+        return self.elements // self.rows * self.wire_bytes
+
+    @cached_property
+    def boxes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Two of [cells, target dims]: t where each cell begins and ends."""
+        shape = [len(cuts.edges) - 1 for cuts in self.cuts]
+        at = np.unravel_index(np.arange(len(self.elements)), shape) if shape else ()
+        edges = [np.array(cuts.edges, np.int64) for cuts in self.cuts]
+        low = [edge[where] for edge, where in zip(edges, at, strict=True)]
+        high = [edge[where + 1] for edge, where in zip(edges, at, strict=True)]
+        nothing = np.zeros((len(self.elements), 0), np.int64)
+        return (np.stack(low, axis=1), np.stack(high, axis=1)) if shape else (nothing, nothing)
 
     @property
     def same_memory(self) -> bool:

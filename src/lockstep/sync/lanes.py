@@ -58,7 +58,7 @@ def gather(kinds: list[Kind], sets: Sets, devices: int) -> Cells:
         columns["kind"].append(np.full(len(cell), number, np.int64))
         columns["cell"].append(cell)
         columns["rows"].append(kind.rows[cell] * len(kind.members))
-        columns["bytes"].append(kind.elements[cell] // kind.rows[cell] * kind.wire_bytes)
+        columns["bytes"].append(kind.row_bytes[cell])
         columns["holders"].append(kind.holders[cell])
         columns["needers"].append(kind.needers[cell])
     none = [np.zeros(0, np.int64)]

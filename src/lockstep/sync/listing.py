@@ -9,8 +9,8 @@ import numpy as np
 
 from lockstep.sync.cells import Kind
 from lockstep.sync.lanes import Cells, Lanes
-from lockstep.sync.mapping import Target
-from lockstep.sync.plan import Transfer, TransferTable
+from lockstep.sync.mapping import Piece, Target
+from lockstep.sync.plan import Bundle, Transfer, TransferTable
 from lockstep.sync.rounds import Schedule
 
 
@@ -67,40 +67,56 @@ class Listing:
                 if len(table.bytes):
                     yield table
 
+    def bundles(self) -> Iterator[Bundle]:
+        for number, kind in enumerate(self._kinds):
+            lanes = slice(self._first[number], self._first[number + 1])
+            cell, relay = self._lanes.cell[lanes], self._lanes.relay[lanes]
+            used, receivers = _distinct(self._cells.needers[cell])
+            yield Bundle(
+                tuple(kind.members),
+                *kind.boxes,
+                kind.cut_dim,
+                kind.rows,
+                self._cells.cell[cell],
+                self._lanes.start[lanes],
+                self._lanes.stop[lanes],
+                self._devices[self._lanes.sender[lanes]],
+                np.where(relay < 0, -1, self._devices[relay]),
+                receivers,
+                tuple(self._receivers(code) for code in used.tolist()),
+                self._schedule.phase[lanes],
+                self._schedule.parts,
+                np.stack([kind.local[:, 0], self._devices[kind.local[:, 1]]], axis=1),
+                kind.wire_bytes,
+            )
+
     def _table(self, target: Target, piece: int, member: Member) -> TransferTable:
         kind, part = self._kinds[member.kind], target.pieces[piece]
         rows = self._rows(kind, member)
-        low, high = self._box(kind, rows)
-        start = np.zeros((len(low), len(part.dims) - part.dims.count(None) + len(part.fixed)), np.int64)
-        stop = np.zeros_like(start)
-        step = [1] * start.shape[1]
-        for dim, index in part.fixed:
-            start[:, dim], stop[:, dim] = index, index + 1
-        for at, (along, run) in enumerate(zip(part.dims, part.runs, strict=True)):
-            if along is not None:
-                start[:, along] = run.source + low[:, at] * run.source_step
-                stop[:, along] = run.source + (high[:, at] - 1) * run.source_step + 1
-                step[along] = run.source_step
-        first = np.array([run.target for run in part.runs], np.int64)
-        by = np.array([run.target_step for run in part.runs], np.int64)
-        groups, receivers = np.unique(rows.receivers, return_inverse=True)
-        size = kind.elements[rows.cell] // kind.rows[rows.cell] * (rows.high - rows.low)
-        copied = rows.round < 0
+        low, high = kind.boxes[0][rows.cell], kind.boxes[1][rows.cell]
+        if kind.cut_dim >= 0:
+            high[:, kind.cut_dim] = low[:, kind.cut_dim] + rows.high
+            low[:, kind.cut_dim] += rows.low
+        first, by = (
+            np.array([getattr(run, name) for run in part.runs], np.int64) for name in ("target", "target_step")
+        )
+        start, stop, step = _source_columns(part, low, high)
+        used, receivers = _distinct(rows.receivers)
         return TransferTable(
             target.path,
             piece,
             part.source,
             start,
             stop,
-            tuple(step),
+            step,
             first + low * by,
             first + (high - 1) * by + 1,
             tuple(by.tolist()),
             self._devices[rows.sender],
             receivers,
-            tuple(self._receivers(int(number)) for number in groups),
-            size * kind.wire_bytes,
-            np.where(copied, 0, rows.round),
+            tuple(self._receivers(code) for code in used.tolist()),
+            kind.row_bytes[rows.cell] * (rows.high - rows.low),
+            np.maximum(rows.round, 0),
             rows.relay,
         )
 
@@ -118,49 +134,80 @@ class Listing:
         picked, cell, low, high, part = self._parts(kind, member)
         needers = self._cells.needers[self._lanes.cell[picked]]
         sender, relay = self._lanes.sender[picked], self._lanes.relay[picked]
-        straight, by = np.flatnonzero(relay < 0), np.flatnonzero(relay >= 0)
+        by = np.flatnonzero(relay >= 0)
+        if len(by):
+            straight = np.flatnonzero(relay < 0)
+            takes = np.concatenate([straight, by, by])
+            passed = np.arange(len(takes)) >= len(straight) + len(by)
+            without = needers[by] + len(self._sets) * (1 + relay[by])
+            needers = np.concatenate([needers[straight], -1 - relay[by], without])
+            sender = np.concatenate([sender[straight], sender[by], relay[by]])
+            cell, low, high, part = cell[takes], low[takes], high[takes], part[takes] + passed
+        else:
+            passed = np.zeros(len(cell), bool)
         copied, device = kind.local[:, 0], kind.local[:, 1]
-        takes = np.r_[straight, by, by]
-        rows = _Rows(
-            np.r_[copied, cell[takes]],
-            np.r_[np.zeros(len(copied), np.int64), low[takes]],
-            np.r_[kind.rows[copied], high[takes]],
-            np.r_[device, sender[straight], sender[by], relay[by]],
-            np.r_[-1 - device, needers[straight], -1 - relay[by], needers[by] + len(self._sets) * (1 + relay[by])],
-            np.r_[np.full(len(copied), -1), part[straight], part[by], part[by] + 1],
-            np.r_[np.zeros(len(copied) + len(straight) + len(by), bool), np.ones(len(by), bool)],
+        order = np.argsort(part, kind="stable")
+        # Local copies come first, as if in a round -1, so that they can be told apart.
+        return _Rows(
+            np.concatenate([copied, cell[order]]),
+            np.concatenate([np.zeros_like(copied), low[order]]),
+            np.concatenate([kind.rows[copied], high[order]]),
+            np.concatenate([device, sender[order]]),
+            np.concatenate([-1 - device, needers[order]]),
+            np.concatenate([np.full_like(copied, -1), part[order]]),
+            np.concatenate([np.zeros(len(copied), bool), passed[order]]),
         )
-        order = np.argsort(rows.round, kind="stable")
-        return _Rows(*(getattr(rows, name)[order] for name in _Rows.__dataclass_fields__))
 
     def _parts(self, kind: Kind, member: Member) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Lane, cell of the kind, rows within the cell, part: of every part of a lane that this member has rows of."""
-        lanes = np.arange(self._first[member.kind], self._first[member.kind + 1])
+        lanes = slice(self._first[member.kind], self._first[member.kind + 1])
         cell = self._cells.cell[self._lanes.cell[lanes]]
-        low, high = self._lanes.start[lanes], self._lanes.stop[lanes]
-        begins = member.place * kind.rows[cell]
-        hit = np.flatnonzero((low < begins + kind.rows[cell]) & (high > begins))
-        lanes, cell, low, high, begins = (x[hit] for x in (lanes, cell, low, high, begins))
-        parts = max(1, self._schedule.parts)
-        rows, phase = (high - low)[:, None], self._schedule.phase[lanes][:, None]
-        edges = low[:, None] + self._schedule.bound(rows, phase, np.arange(parts + 1))
-        edges = np.clip(edges - begins[:, None], 0, kind.rows[cell][:, None])
-        which, part = np.nonzero(edges[:, 1:] > edges[:, :-1])
-        return lanes[which], cell[which], edges[which, part], edges[which, part + 1], part
+        begin, end = self._lanes.start[lanes], self._lanes.stop[lanes]
+        first = member.place * kind.rows[cell]
+        low, high = np.maximum(begin, first), np.minimum(end, first + kind.rows[cell])
+        hit = np.flatnonzero(low < high)
+        cell, begin, end, first, low, high = (x[hit] for x in (cell, begin, end, first, low, high))
+        rows, phase = end - begin, self._schedule.phase[lanes][hit]
+        part = self._schedule.part(rows, phase, low - begin)
+        more = self._schedule.part(rows, phase, high - 1 - begin) - part
+        if more.any():
+            again = np.repeat(np.arange(len(hit)), more + 1)
+            nth = np.arange(len(again)) - np.repeat(np.cumsum(more + 1) - more - 1, more + 1)
+            hit, cell, begin, first, low, high, rows, phase, part = (
+                x[again] for x in (hit, cell, begin, first, low, high, rows, phase, part)
+            )
+            part = part + nth
+            low = np.maximum(low, begin + self._schedule.bound(rows, phase, part))
+            high = np.minimum(high, begin + self._schedule.bound(rows, phase, part + 1))
+            kept = np.flatnonzero(low < high)  # short lanes have nothing in some rounds
+            hit, cell, first, low, high, part = (x[kept] for x in (hit, cell, first, low, high, part))
+        return lanes.start + hit, cell, low - first, high - first, part
 
-    @staticmethod
-    def _box(kind: Kind, rows: _Rows) -> tuple[np.ndarray, np.ndarray]:
-        """[k, target dims] t where each transfer begins and ends."""
-        at = np.unravel_index(rows.cell, [len(cuts.lengths) for cuts in kind.cuts]) if kind.cuts else ()
-        edges = [np.array(cuts.edges, np.int64) for cuts in kind.cuts]
-        shape = len(rows.cell), len(kind.cuts)
-        low, high = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        for dim, where in enumerate(at):
-            low[:, dim], high[:, dim] = edges[dim][where], edges[dim][where + 1]
-        if kind.cut_dim >= 0:
-            high[:, kind.cut_dim] = low[:, kind.cut_dim] + rows.high
-            low[:, kind.cut_dim] += rows.low
-        return low, high
+
+def _source_columns(piece: Piece, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Start, stop and step, per source dim, of what lies at t = low..high - 1 of a piece."""
+    dims = len(piece.dims) - piece.dims.count(None) + len(piece.fixed)
+    start, stop, step = np.zeros((len(low), dims), np.int64), np.zeros((len(low), dims), np.int64), [1] * dims
+    for dim, index in piece.fixed:
+        start[:, dim], stop[:, dim] = index, index + 1
+    for at, (along, run) in enumerate(zip(piece.dims, piece.runs, strict=True)):
+        if along is not None:
+            start[:, along] = run.source + low[:, at] * run.source_step
+            stop[:, along] = run.source + (high[:, at] - 1) * run.source_step + 1
+            step[along] = run.source_step
+    return start, stop, tuple(step)
+
+
+def _distinct(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As np.unique with inverse, in a table where codes span little."""
+    if not len(codes):
+        return codes, codes
+    low, span = int(codes.min()), int(codes.max() - codes.min()) + 1
+    if span > 4 * len(codes) + 1024:
+        return np.unique(codes, return_inverse=True)
+    seen = np.zeros(span, bool)
+    seen[codes - low] = True
+    return np.flatnonzero(seen) + low, (np.cumsum(seen) - 1)[codes - low]
 
 
 def _rows_of(table: TransferTable) -> Iterator[Transfer]:

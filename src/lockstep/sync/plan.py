@@ -134,6 +134,43 @@ class TransferTable:
     relay: np.ndarray
 
 
+PHASE_BITS = 16  # of `Bundle.phase`
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """All transfers of pieces that are cut alike (say, one matrix in all layers), without an entry for each: `tables`
+    and `Transfer`s are these, listed.
+
+    members: (target path, piece number). Every member has the same cells. Cell c is t = low[c]..high[c] - 1 of the
+    piece's runs, low and high [cells, target dims]; its rows are its indices along dim `cut_dim`, rows[c] of them
+    (cut_dim -1: the leaf has no dims, a cell is one row). Row j of cell c of member m has the number m * rows[c] + j.
+
+    Lane i carries rows start[i]..stop[i] - 1 of cell[i] from sender[i] to groups[receivers[i]]: straight where relay[i]
+    is -1, else to relay[i], which is one of them and passes it on to the others in the next round. The row numbered q
+    leaves the sender in round ((q - start[i]) * 2^16 + phase[i]) * parts // ((stop[i] - start[i]) * 2^16).
+    local: [k, 2] int64, (cell, device): what a device copies from itself, of every member.
+    Senders, relays, groups and local hold device numbers. wire_bytes: of an element.
+    """
+
+    members: tuple[tuple[str, int], ...]
+    low: np.ndarray
+    high: np.ndarray
+    cut_dim: int
+    rows: np.ndarray
+    cell: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    sender: np.ndarray
+    relay: np.ndarray
+    receivers: np.ndarray
+    groups: tuple[tuple[int, ...], ...]
+    phase: np.ndarray
+    parts: int
+    local: np.ndarray
+    wire_bytes: int
+
+
 class Transfers(Protocol):
     """Lists the transfers of one destination leaf, or of all; made on demand, because a large plan has millions.
 
@@ -144,6 +181,10 @@ class Transfers(Protocol):
 
     def tables(self, target: str | None = None) -> Iterator[TransferTable]:
         """The same as columns, one table per piece that has any transfer."""
+        ...
+
+    def bundles(self) -> Iterator[Bundle]:
+        """All of them in the form in which they are kept: every piece that is not in place is a member of one."""
         ...
 
 

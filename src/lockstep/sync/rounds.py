@@ -17,9 +17,8 @@ import numpy as np
 from lockstep.errors import SyncError
 from lockstep.sync.cells import Kind
 from lockstep.sync.lanes import Cells, Lanes
-from lockstep.sync.plan import LinkModel
+from lockstep.sync.plan import PHASE_BITS, LinkModel
 
-PHASE_BITS = 16
 _GOLDEN = 40503  # 2^16 / golden ratio, odd
 MOST_PIPELINED = 32  # parts that a relayed plan is cut into at most, unless the budget wants more
 PATIENCE = 32  # times the parts that would do if rows could be cut; more are not tried
@@ -27,7 +26,7 @@ PATIENCE = 32  # times the parts that would do if rows could be cut; more are no
 
 @dataclass(frozen=True)
 class Schedule:
-    """parts: n. rounds: n, one more with relays. phase: [lanes], in 2^-16. sent, received: [rounds, devices] bytes."""
+    """parts: n. rounds: n, one more with relays. phase: [lanes], in 2^-PHASE_BITS. sent, received: [rounds, devices] bytes."""
 
     parts: int
     rounds: int
@@ -35,9 +34,13 @@ class Schedule:
     sent: np.ndarray
     received: np.ndarray
 
-    def bound(self, rows: np.ndarray, phase: np.ndarray, part: int | np.ndarray) -> np.ndarray:
+    def bound(self, rows: np.ndarray, phase: np.ndarray, part: np.ndarray) -> np.ndarray:
         """First row of `part` (0..parts) of lanes with so many rows, counted from the lane's first."""
         return _bound(rows, phase, part, self.parts)
+
+    def part(self, rows: np.ndarray, phase: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """The part that a row is in, of lanes with so many rows."""
+        return ((row << PHASE_BITS) + phase) * self.parts // (rows << PHASE_BITS)
 
     @property
     def peak_bytes(self) -> int:
