@@ -40,7 +40,7 @@ from lockstep.errors import SyncError
 from lockstep.sync.leaf_proof import LeafProof, prove_leaf
 from lockstep.sync.mapping import check_total
 from lockstep.sync.plan import LeafPlan, SyncPlan, Transfer, TransferTable
-from lockstep.sync.regions import rows_of, sums
+from lockstep.sync.regions import Tally, rows_of, sums
 
 CHECKS = (
     "mapping",
@@ -130,12 +130,10 @@ class _Proof:
         self.tables: dict[str, list[TransferTable]] = {}
         devices = len(plan.devices)
         self.links = np.zeros((devices, devices), np.int64)
-        self.pairs: list[tuple[np.ndarray, np.ndarray]] = []  # (sender * devices + receiver, bytes) of links
+        self.pairs = Tally()  # bytes by sender * devices + receiver
         self.needed = np.zeros(devices, np.int64)
         self.new = np.zeros(devices, np.int64)
-        self.out: list[tuple[np.ndarray, np.ndarray]] = []  # (round * devices + device, bytes), each leaf summed up
-        self.into: list[tuple[np.ndarray, np.ndarray]] = []
-        self.latest = -1
+        self.out, self.into = Tally(), Tally()  # bytes by round * devices + device
 
     def fail(self, name: str, words: str) -> None:
         self.wrong[name].append(words)
@@ -216,10 +214,10 @@ class _Proof:
         if not known.all():
             self.fail("links", f"{path}: a transfer is between devices that the plan does not list")
         key = sender[known] * len(devices) + receiver[known]
-        self.pairs.append((key, size[known]))
+        self.pairs.add(key, size[known])
         for busy, (number, device, size) in ((self.out, proof.traffic.sent), (self.into, proof.traffic.received)):
             row = rows_of(devices, device)
-            busy.append(((number * len(devices) + row)[row >= 0], size[row >= 0]))
+            busy.add((number * len(devices) + row)[row >= 0], size[row >= 0])
         if (late := proof.traffic.sent[0] >= self.plan.rounds).any():
             at = int(proof.traffic.sent[0][late][0])
             self.fail("rounds", f"{path}: something is sent in round {at}, but there are {self.plan.rounds} rounds")
@@ -228,7 +226,7 @@ class _Proof:
         plan, count = self.plan, len(self.plan.devices)
         if list(plan.devices) != sorted(set(plan.devices)):
             self.fail("links", "the plan's devices are not increasing numbers")
-        key, size = _joined(self.pairs)
+        key, size = self.pairs.total()
         self.links = links = sums(key, size, count * count).reshape(count, count)
         for name, claimed, true in (
             ("links", plan.links, links),
@@ -245,7 +243,7 @@ class _Proof:
         if plan.new_bytes != self.new.max(initial=0):
             self.fail("new_bytes", f"{plan.new_bytes} in the plan; {self.new.max(initial=0)} on the fullest device")
         self.examined["new_bytes"] = f"{plan.new_bytes} bytes"
-        self.rounds = [_by_round(busy) for busy in (self.out, self.into)]
+        self.rounds = [busy.total() for busy in (self.out, self.into)]
         peak = max((int(values.max(initial=0)) for _, values in self.rounds), default=0)
         if peak != plan.peak_staging_bytes:
             self.fail("staging", f"the peak is {plan.peak_staging_bytes} in the plan; it is {peak}")
@@ -332,18 +330,6 @@ def _rows(table: TransferTable) -> list[Transfer]:
             )
         )
     return made
-
-
-def _joined(columns: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    none = np.zeros(0, np.int64)
-    return np.concatenate([none, *(key for key, _ in columns)]), np.concatenate([none, *(size for _, size in columns)])
-
-
-def _by_round(busy: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """(round * devices + device, bytes), each key once, increasing."""
-    every, size = _joined(busy)
-    key, inverse = np.unique(every, return_inverse=True)
-    return key, sums(inverse, size, len(key))
 
 
 def _grouped_max(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

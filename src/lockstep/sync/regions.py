@@ -58,7 +58,12 @@ def _sorted(devices: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 def counts(regions: np.ndarray) -> np.ndarray:
     """[n, dims] indices per dim."""
-    return np.maximum(0, -((regions[..., 0] - regions[..., 1]) // regions[..., 2]))
+    return np.maximum(0, -_over(regions[..., 0] - regions[..., 1], regions[..., 2]))
+
+
+def _over(number: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Floor of the quotient; division is what costs, and most steps are 1."""
+    return number if (step == 1).all() else number // step
 
 
 def volumes(regions: np.ndarray) -> np.ndarray:
@@ -84,6 +89,29 @@ def sums(where: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
     total = np.zeros(count, np.int64)
     np.add.at(total, where, values)
     return total
+
+
+class Tally:
+    """Whole numbers summed by key. What was added is merged now and then, so that it takes little room."""
+
+    MOST = 1 << 20  # numbers kept apart
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[np.ndarray, np.ndarray]] = []
+        self._apart = 0
+
+    def add(self, key: np.ndarray, number: np.ndarray) -> None:
+        self._columns.append((key, number))
+        self._apart += len(key)
+        if self._apart > self.MOST:
+            self._columns, self._apart = [self.total()], 0
+
+    def total(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each key once, increasing, and its sum."""
+        none = np.zeros(0, np.int64)
+        every = np.concatenate([none, *(key for key, _ in self._columns)])
+        key, inverse = np.unique(every, return_inverse=True)
+        return key, sums(inverse, np.concatenate([none, *(number for _, number in self._columns)]), len(key))
 
 
 @dataclass(frozen=True)
@@ -121,10 +149,11 @@ class Pieces:
         """[n] whether what a transfer reads (source regions, padded to the most dims) is what the map puts where it
         writes (target regions)."""
         run, along = self.run[piece], self.source_dim[piece]
-        count, step = counts(target), np.where(counts(target) > 1, target[..., 2], run[..., 4])
+        count = counts(target)
+        step = np.where(count > 1, target[..., 2], run[..., 4])
         offset = target[..., 0] - run[..., 1]
-        first, every = offset // run[..., 4], step // run[..., 4]
-        good = (offset >= 0) & (offset % run[..., 4] == 0) & (step % run[..., 4] == 0)
+        first, every = _over(offset, run[..., 4]), _over(step, run[..., 4])
+        good = (offset >= 0) & (first * run[..., 4] == offset) & (every * run[..., 4] == step)
         good &= first + (count - 1) * every < run[..., 2]
         if source.shape[1]:
             read = np.take_along_axis(source, np.maximum(along, 0)[..., None], axis=1)
