@@ -194,8 +194,9 @@ class Segment:
         try:
             self.close()
         except WeightsError:
-            if kind is None:  # else what went wrong still holds views, and says more
+            if kind is None:
                 raise
+            self._file.close()  # what went wrong holds views still, and says more
 
 
 def _threads() -> int:

@@ -114,7 +114,7 @@ def place(
             low = [start for start, _ in boxes[path][move.receiver]]
             at = tuple(slice(w.start + o, w.stop + o, w.step) for w, o in zip(move.write_at, low, strict=True))
             block = read(path, at)
-            _copy(parts[move.receiver][move.write_at], block)
+            _copy(parts[move.receiver][(*move.write_at, ...)], block)  # of a scalar, too, a view
             links[move.sender, move.receiver] += block.size * np.dtype(leaf.wire_dtype).itemsize
         tree[path] = _adopted(leaf.shape, destination[path], {numbers[n]: part for n, part in parts.items()})
     jax.block_until_ready(tree)

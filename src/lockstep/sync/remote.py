@@ -142,6 +142,12 @@ class RemoteReplica:
         if channel is not None:
             channel.close()
 
+    def __enter__(self) -> RemoteReplica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _ask(self, message: Message, what: str, version: int, deadline: Deadline) -> Message:
         if not self._lock.acquire(timeout=deadline.remaining()):
             raise deadline.missed(self._source, self.name, f"{what}; another call is under way", version)

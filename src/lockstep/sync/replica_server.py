@@ -98,16 +98,21 @@ class ReplicaServer:
                 if self._current is not None:
                     self._current.close()
                 self._current = channel
-            last = 0
-            answer: Message = {}
-            while True:
-                request = channel.receive("its next request", -1, Deadline.after(_FOREVER_S))
-                number = request.get("number")
-                if type(number) is not int or number < last or number > last + 1:
-                    answer = {"number": number, "error": f"request {number!r} is out of order; expected {last + 1}"}
-                elif number == last + 1:
-                    last, answer = number, {"number": number, **self._answer(channel, request)}
-                channel.send(answer, Deadline.after(SHORT_S))
+            with contextlib.closing(channel):
+                self._converse(channel)
+
+    def _converse(self, channel: Channel) -> None:
+        """Requests and answers by number, until the connection ends."""
+        last, answer = 0, Message()
+        while True:
+            request = channel.receive("its next request", -1, Deadline.after(_FOREVER_S))
+            number = request.get("number")
+            if type(number) is not int or number < last or number > last + 1 or number < 1:
+                channel.send({"number": number, "error": f"{number!r} is out of order; expected {last + 1}"}, _soon())
+                continue
+            if number == last + 1:
+                last, answer = number, {"number": number, **self._answer(channel, request)}
+            channel.send(answer, _soon())
 
     def _answer(self, channel: Channel, request: Message) -> Message:
         """Carry out one request; every failure becomes the answer."""
@@ -222,3 +227,7 @@ class ReplicaServer:
         finally:
             self._working_on = "nothing"
             self._busy.release()
+
+
+def _soon() -> Deadline:
+    return Deadline.after(SHORT_S)

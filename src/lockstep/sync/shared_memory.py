@@ -213,7 +213,7 @@ class SharedMemoryTransport:
                 if leaf not in views:
                     views.clear()  # one leaf at a time
                     views[leaf] = segment.array(leaf)
-                return views[leaf][region]
+                return views[leaf][(*region, ...)]
 
             try:
                 tree, links = place(plan, destination, numbers, read, self.name, deadline, version, self._memory)

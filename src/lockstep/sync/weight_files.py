@@ -202,7 +202,7 @@ class VersionFolder:
                 f"{self.folder / leaf['file']}: {path} was altered, in {len(bad)} of {len(leaf['digests'])} blocks"
             )
         good.update(needed)
-        return flat.view(dtype).reshape(shape)[region]
+        return flat.view(dtype).reshape(shape)[(*region, ...)]
 
     def bytes_of(self, name: str) -> bytes:
         """A whole file of the folder."""
