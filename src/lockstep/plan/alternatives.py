@@ -10,6 +10,7 @@ import ml_dtypes  # noqa: F401  (its types become numpy's)
 import numpy as np
 
 from lockstep.plan.request import DEFAULT_RANK, Request, read_lora
+from lockstep.plan.words import counted
 from lockstep.sync.plan import SyncPlan
 from lockstep.text import format_bytes
 
@@ -44,7 +45,7 @@ def _colocated(request: Request, plan_of: Planner) -> Alternative:
     if request.actor_dtype == request.dtype:
         return Alternative(0, 0.0, 0, "one mesh, the same buffers: nothing runs")
     there = plan_of(replace(request, rollout=request.actor))
-    how = f"one mesh; every device casts its own part from {request.actor_dtype} to {request.dtype}"
+    how = "one mesh; every device casts its own part"
     return Alternative(there.bytes_crossing, there.seconds, there.new_bytes, how)
 
 
@@ -80,7 +81,7 @@ def naive(plan: SyncPlan) -> Alternative:
     lacks, whole = format_bytes(gathered - held), format_bytes(total)
     moved = gathered - held + total * copies
     how = (
-        f"device {root} gathers the {lacks} that it lacks, then sends all {whole} to each of {copies} devices: "
+        f"device {root} gathers the {lacks} that it lacks, then sends all {whole} to {counted(copies, 'device')}: "
         f"({lacks} + {copies} x {whole}) / {plan.link.link_gbps / 8:g} GB/s"
     )
     return Alternative(moved, moved * 8 / (plan.link.link_gbps * GIGA), total, how)

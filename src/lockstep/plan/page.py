@@ -1,7 +1,7 @@
 """The answer as one page that loads nothing: meshes, leaves and their slices, link loads, the proof.
 
-The style sheet of the run report comes first, `assets/plan.css` adds to it; the pictures of leaves are drawn by
-`assets/plan.js` from the values in `picture.py`.
+The style sheet and the sortable tables are the run report's; `assets/plan.css` adds to them. The pictures of leaves are
+drawn by `assets/plan.js` from the values that `picture.py` makes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def render(answer: Answer) -> str:
     """The page as HTML."""
     package = files("lockstep")  # by its path: importing lockstep.report would bring in jax
     assets = package.joinpath("plan", "assets")
-    script = assets.joinpath("plan.js").read_text()
-    style = package.joinpath("report", "assets", "style.css").read_text() + assets.joinpath("plan.css").read_text()
+    shared = package.joinpath("report", "assets")
+    script = assets.joinpath("plan.js").read_text() + shared.joinpath("tables.js").read_text()
+    style = shared.joinpath("style.css").read_text() + assets.joinpath("plan.css").read_text()
     environment = jinja2.Environment(
         autoescape=True, finalize=_finalize, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -53,6 +54,8 @@ def render(answer: Answer) -> str:
         fates=[_fate(answer, name, meaning) for name, meaning in FATES.items()],
         heat=_heat_svg(heat),
         heat_words=_heat_words(heat),
+        senders=device_words([device for row in heat.rows for device in row]),
+        receivers=device_words([device for column in heat.columns for device in column]),
         bounds=(
             ("receive", plan.bounds.receive_s),
             ("send", plan.bounds.send_s),
@@ -126,6 +129,7 @@ def _meshes(answer: Answer) -> list[dict[str, Any]]:
             "does": does,
             "held": span(answer.bytes_per_device(role)),
             "columns": _columns(grid),
+            "tiny": len(grid.devices) > 64 and _columns(grid) > 16,
             "cells": [
                 {
                     "device": device,
@@ -184,9 +188,17 @@ def _heat_svg(heat: Heat) -> Markup:
     )
     return Markup(
         '<svg class="heatmap" viewBox="0 0 {w} {h}" preserveAspectRatio="none" role="img" tabindex="0" '
-        'style="aspect-ratio:{w}/{h}" aria-label="Bytes from sender (rows) to receiver (columns). {words}">{body}'
+        'style="aspect-ratio:{w}/{h};max-width:{px}px;--gap:{gap}" '
+        'aria-label="Bytes from sender (rows) to receiver (columns). {words}">{body}'
         '<rect class="pick" width="1" height="1" visibility="hidden"/></svg>'
-    ).format(w=columns, h=rows, words=_heat_words(heat), body=body)
+    ).format(
+        w=columns,
+        h=rows,
+        gap=int(columns <= 32),
+        px=max(64, min(620, 44 * columns)),
+        words=_heat_words(heat),
+        body=body,
+    )
 
 
 def _data(answer: Answer, heat: Heat) -> dict[str, Any]:

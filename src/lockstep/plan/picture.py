@@ -60,8 +60,9 @@ def picture_of(plan: SyncPlan, found: LeafClass, layouts: Layouts) -> dict[str, 
     """
     leaf = found.first
     tables = [] if leaf.in_place else list(plan.transfers.tables(leaf.path))
-    feeds = [feed for table in _by_source(tables) for feed in _feeds(plan, leaf, table)]
-    many = len(feeds) > MAX_FEEDS
+    pairs = [_pairs(plan, leaf, group) for group in _by_source(tables)]
+    many = sum(len(pair.shards) for pair in pairs) > MAX_FEEDS
+    feeds = [] if many else sorted((feed for pair in pairs for feed in pair.feeds()), key=lambda feed: feed[:3])
     return {
         "name": found.name,
         "path": leaf.path,
@@ -71,6 +72,7 @@ def picture_of(plan: SyncPlan, found: LeafClass, layouts: Layouts) -> dict[str, 
         "fate": found.fate,
         "bytes": leaf.bytes,
         "crossing": leaf.bytes_crossing,
+        "all": found.bytes_crossing,
         "target": layouts.number(leaf.target_layout, leaf.shape),
         "sources": [
             {
@@ -80,31 +82,40 @@ def picture_of(plan: SyncPlan, found: LeafClass, layouts: Layouts) -> dict[str, 
             }
             for path in leaf.sources
         ],
-        "feeds": [] if many else [feed.listed() for feed in sorted(feeds, key=lambda feed: feed.key)],
-        "totals": _totals(feeds) if many else [],
+        "feeds": feeds,
+        "totals": _totals(pairs) if many else [],
     }
 
 
 @dataclass(frozen=True)
-class _Feed:
-    """All messages from one shard of a source leaf to one shard of the destination leaf. key: target shard, source
-    leaf, source shard. rounds: first and last of those that cross, or none."""
+class _Pairs:
+    """The messages of one source leaf of a leaf, by the pairs of shards between which they go.
 
-    key: tuple[int, int, int]
-    crossing: int
-    local: int
-    relayed: int
-    senders: list[int]
-    receivers: int
-    rounds: list[int]
-    target: list[list[int]]
-    source: list[list[int]]
+    number: of the source leaf. shards [pairs, 2]: target shard, source shard. rows: the messages' columns, in the order
+    of their pairs. ends [pairs]: where each pair's rows end. groups: receivers.
+    """
 
-    def listed(self) -> list[Any]:
-        return [
-            *self.key, self.crossing, self.local, self.relayed, self.senders[:MAX_SENDERS], len(self.senders),
-            self.receivers, self.rounds, self.target, self.source,
-        ]  # fmt: skip
+    number: int
+    shards: np.ndarray
+    rows: dict[str, np.ndarray]
+    ends: np.ndarray
+    groups: list[tuple[int, ...]]
+
+    def feeds(self) -> Iterator[list[Any]]:
+        """One entry per pair, as `picture_of` says."""
+        for at, (target, source) in enumerate(self.shards.tolist()):
+            own = slice(self.ends[at - 1] if at else 0, self.ends[at])
+            row = {name: column[own] for name, column in self.rows.items()}
+            links = ~row["local"]
+            rounds, size = row["round"][links], row["bytes"]
+            senders = list(dict.fromkeys(row["sender"][links].tolist()))
+            receivers = {device for group in set(row["group"][links].tolist()) for device in self.groups[group]}
+            yield [
+                target, self.number, source, int(size[links].sum()), int(size[row["local"]].sum()),
+                int(size[links & row["relay"]].sum()), senders[:MAX_SENDERS], len(senders), len(receivers),
+                [int(rounds.min()), int(rounds.max())] if len(rounds) else [],
+                _hull(row["target_start"], row["target_stop"]), _hull(row["source_start"], row["source_stop"]),
+            ]  # fmt: skip
 
 
 def _by_source(tables: Sequence[TransferTable]) -> list[list[TransferTable]]:
@@ -115,36 +126,18 @@ def _by_source(tables: Sequence[TransferTable]) -> list[list[TransferTable]]:
     return list(grouped.values())
 
 
-def _feeds(plan: SyncPlan, leaf: LeafPlan, tables: list[TransferTable]) -> Iterator[_Feed]:
-    """The messages of one source leaf, gathered by pairs of shards."""
+def _pairs(plan: SyncPlan, leaf: LeafPlan, tables: list[TransferTable]) -> _Pairs:
     held = plan.source[tables[0].source]
     columns = [_columns(leaf, held, table) for table in tables]
     rows = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
-    groups = [group for table in tables for group in table.groups]
     offsets = np.cumsum([0, *(len(table.groups) for table in tables[:-1])])
     rows["group"] = rows["group"] + np.repeat(offsets, [len(table.sender) for table in tables])
-    keys, first, which = np.unique(
-        np.stack([rows["target_shard"], rows["source_shard"]]), axis=1, return_index=True, return_inverse=True
-    )
-    order = np.argsort(which.reshape(-1), kind="stable")
-    ends = np.cumsum(np.bincount(which.reshape(-1), minlength=len(first)))
-    number = leaf.sources.index(tables[0].source)
-    for at, (target, source) in enumerate(keys.T.tolist()):
-        own = order[ends[at - 1] if at else 0 : ends[at]]
-        links = own[~rows["local"][own]]
-        size, rounds = rows["bytes"], rows["round"][links]
-        receivers = {device for group in set(rows["group"][links].tolist()) for device in groups[group]}
-        yield _Feed(
-            (target, number, source),
-            crossing=int(size[links].sum()),
-            local=int(size[own].sum() - size[links].sum()),
-            relayed=int(size[links][rows["relay"][links]].sum()),
-            senders=list(dict.fromkeys(rows["sender"][links].tolist())),
-            receivers=len(receivers),
-            rounds=[int(rounds.min()), int(rounds.max())] if len(links) else [],
-            target=_hull(rows["target_start"][own], rows["target_stop"][own]),
-            source=_hull(rows["source_start"][own], rows["source_stop"][own]),
-        )
+    order = np.lexsort((rows["source_shard"], rows["target_shard"]))
+    rows = {name: column[order] for name, column in rows.items()}
+    both = np.stack([rows.pop("target_shard"), rows.pop("source_shard")], axis=1)
+    last = np.append((both[1:] != both[:-1]).any(1), True)
+    groups = [group for table in tables for group in table.groups]
+    return _Pairs(leaf.sources.index(tables[0].source), both[last], rows, np.flatnonzero(last) + 1, groups)
 
 
 def _columns(leaf: LeafPlan, held: Placed, table: TransferTable) -> dict[str, np.ndarray]:
@@ -180,20 +173,24 @@ def _hull(starts: np.ndarray, stops: np.ndarray) -> list[list[int]]:
     return [list(span) for span in zip(starts.min(0).tolist(), stops.max(0).tolist(), strict=True)]
 
 
-def _totals(feeds: list[_Feed]) -> list[list[Any]]:
-    by_target: dict[int, list[_Feed]] = {}
-    for feed in feeds:
-        by_target.setdefault(feed.key[0], []).append(feed)
-    return [
-        [
-            target,
-            sum(feed.crossing for feed in found),
-            sum(feed.local for feed in found),
-            len({feed.key[1:] for feed in found}),
-            [min(spans)[0], max(span[1] for span in spans)] if (spans := [f.rounds for f in found if f.rounds]) else [],
-        ]
-        for target, found in sorted(by_target.items())
-    ]
+def _totals(pairs: list[_Pairs]) -> list[list[Any]]:
+    """One entry per target shard, as `picture_of` says."""
+    found: dict[int, list[Any]] = {}
+    for pair in pairs:
+        lengths = np.diff(pair.ends, prepend=0)
+        shard = np.repeat(pair.shards[:, 0], lengths)
+        links = ~pair.rows["local"]
+        for target in np.unique(shard).tolist():
+            own = shard == target
+            size, rounds = pair.rows["bytes"][own], pair.rows["round"][own & links]
+            entry = found.setdefault(target, [target, 0, 0, 0, []])
+            entry[1] += int(size[links[own]].sum())
+            entry[2] += int(size[~links[own]].sum())
+            entry[3] += int((pair.shards[:, 0] == target).sum())
+            if len(rounds):
+                span = [int(rounds.min()), int(rounds.max())]
+                entry[4] = [min(span[0], *entry[4][:1]), max(span[1], *entry[4][1:])] if entry[4] else span
+    return [found[target] for target in sorted(found)]
 
 
 @dataclass(frozen=True)

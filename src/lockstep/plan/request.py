@@ -12,6 +12,7 @@ from lockstep.cluster.roles import assign
 from lockstep.errors import ConfigError
 from lockstep.models.lora import TARGETS, LoraSpec
 from lockstep.models.spec import ModelSpec
+from lockstep.plan.words import counted
 from lockstep.sync.placement import AXES, parse_axes
 from lockstep.sync.plan import LinkModel
 from lockstep.sync.planner import DEFAULT_STAGING_BYTES
@@ -66,29 +67,30 @@ class Request:
 def read_grids(
     actor: str | Mapping[str, Any], rollout: str | Mapping[str, Any], names: tuple[str, str] = ("actor", "rollout")
 ) -> tuple[Grid, Grid]:
-    """Both meshes on numbered devices: the actor's take the first free ones, the rollout's the next, unless they are
-    named. The same object twice when the rollout is the `actor`. names: what errors call the two.
+    """Both meshes on numbered devices. Unless they are named, the actor's are the first ones, and the rollout's the
+    first that the actor has not; named ones may overlap. The same object twice when the rollout is the `actor`. names:
+    what errors call the two.
 
     Raises ConfigError: an axis that is none or is given twice, a size that is not a positive whole number, device
     numbers that are no ranges, repeated or not as many as the mesh has, more devices than can be planned.
     """
-    first = _read(names[0], actor)
-    second = first if rollout == COLOCATED else _read(names[1], rollout)
-    named = {device for _, devices in (first, second) for device in devices or ()}
-    free = iter(device for device in range(4 * MAX_DEVICES) if device not in named)
-    grids: list[Grid] = []
-    for name, (axes, devices) in zip(names, (first, second), strict=True):
-        if rollout == COLOCATED and grids:
-            return grids[0], grids[0]
-        count = math.prod(axes.values())
-        numbers = tuple(devices) if devices is not None else tuple(next(free) for _ in range(count))
-        if len(numbers) != count or len(set(numbers)) != count:
-            raise ConfigError(
-                f"{name}: the mesh has {count} devices, {len(numbers)} are named ({len(set(numbers))} different ones); "
-                f"name each of its devices once, or none"
-            )
-        grids.append(Grid(tuple((axis, axes[axis]) for axis in AXES if axis in axes), numbers))
-    return grids[0], grids[0] if grids[0] == grids[1] else grids[1]
+    first = _grid(names[0], actor, taken=())
+    second = first if rollout == COLOCATED else _grid(names[1], rollout, taken=first.devices)
+    return first, first if first == second else second
+
+
+def _grid(name: str, value: str | Mapping[str, Any], taken: Sequence[int]) -> Grid:
+    axes, devices = _read(name, value)
+    count = math.prod(axes.values())
+    if devices is None:
+        used = set(taken)
+        devices = [number for number in range(count + len(used)) if number not in used][:count]
+    if len(devices) != count or len(set(devices)) != count:
+        raise ConfigError(
+            f"{name}: the mesh has {counted(count, 'device')}, {len(devices)} are named ({len(set(devices))} different "
+            f"ones); name each of its devices once, or none"
+        )
+    return Grid(tuple((axis, axes[axis]) for axis in AXES if axis in axes), tuple(devices))
 
 
 def _read(name: str, value: str | Mapping[str, Any]) -> tuple[dict[str, int], Sequence[int] | None]:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.plan.folding import LeafClass, fate, fold
-from lockstep.plan.words import WIDTH, certificate_words, cuts, device_words, link_words, seconds, span, table, wrapped
+from lockstep.plan.words import (
+    WIDTH,
+    certificate_words,
+    cuts,
+    device_words,
+    link_words,
+    seconds,
+    shortened,
+    span,
+    table,
+    wrapped,
+)
 from lockstep.text import format_bytes
 
 if TYPE_CHECKING:
@@ -73,15 +84,17 @@ def largest(answer: Answer) -> list[LeafClass]:
 
 
 def _largest(answer: Answer) -> list[str]:
-    rows = [["largest leaves", "shape", "cut on the actor", "cut on the rollout", "each", "all cross"]]
+    rows = [["largest leaves", "shape", "each", "all cross", "cut on actor -> rollout"]]
     for found in largest(answer)[:LARGEST]:
+        leaf = found.first
         rows.append(
             [
-                f"  {found.name}", "x".join(map(str, found.first.shape)), _source_cuts(found),
-                cuts(found.first.target_layout), format_bytes(found.first.bytes), format_bytes(found.bytes_crossing),
+                f"  {found.name}", "x".join(map(str, leaf.shape)), format_bytes(leaf.bytes),
+                format_bytes(found.bytes_crossing), f"{_source_cuts(found)} -> {cuts(leaf.target_layout)}",
             ]
         )  # fmt: skip
-    return table(rows, "llllrr")
+    rest = sum(max(len(row[at]) for row in rows) + 2 for at in range(1, len(rows[0])))
+    return table([[shortened(row[0], max(24, WIDTH - rest)), *row[1:]] for row in rows], "llrrl")
 
 
 def _source_cuts(found: LeafClass) -> str:

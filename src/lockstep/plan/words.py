@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lockstep.sync.certificate import Certificate
 from lockstep.sync.layout import Layout
 from lockstep.text import format_bytes
+
+if TYPE_CHECKING:
+    from lockstep.sync.certificate import Certificate
 
 WIDTH = 100
 
@@ -21,14 +24,19 @@ def seconds(value: float) -> str:
 
 
 def cuts(layout: Layout) -> str:
-    """`dim 1 / 8 (fsdp)`, `dim 0 / 32 (fsdp+tensor)`, `whole`; one entry per dim that is cut."""
-    found = [
-        f"dim {dim} / {parts} ({'+'.join(axes)})"
-        for dim, (axes, parts) in enumerate(zip(layout.spec, layout.parts(), strict=True))
-        if parts > 1
+    """One entry per dim, the axes that cut it and into how many parts: `(-,fsdp/8)`, `(fsdp+tensor/32,-,-)`; `whole`
+    when none is cut."""
+    entries = [
+        f"{'+'.join(axes)}/{parts}" if parts > 1 else "-"
+        for axes, parts in zip(layout.spec, layout.parts(), strict=True)
     ]
     place = "" if layout.memory == "device" else f" in {layout.memory} memory"
-    return (", ".join(found) or "whole") + place
+    return (f"({','.join(entries)})" if set(entries) - {"-"} else "whole") + place
+
+
+def counted(count: int, name: str) -> str:
+    """`1 device`, `8 devices`."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def span(values: tuple[int, int]) -> str:
@@ -41,9 +49,17 @@ def link_words(link_gbps: float, bisection_gbps: float | None, latency_s: float)
     """The link model in one line."""
     bisection = "no bisection limit" if bisection_gbps is None else f"bisection {bisection_gbps / 8:g} GB/s"
     return (
-        f"every device {link_gbps / 8:g} GB/s in and {link_gbps / 8:g} GB/s out ({link_gbps:g} Gbit/s), {bisection}, "
-        f"{seconds(latency_s)} per round"
+        f"{link_gbps / 8:g} GB/s into and out of every device ({link_gbps:g} Gbit/s each way); {bisection}; "
+        f"{seconds(latency_s)} a round"
     )
+
+
+def shortened(text: str, width: int) -> str:
+    """At most `width` characters, the middle left out."""
+    if len(text) <= width:
+        return text
+    kept = max(2, width - 3)
+    return f"{text[: kept // 2]}...{text[-(kept - kept // 2) :]}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -58,8 +74,9 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def device_words(numbers: Sequence[int]) -> str:
-    """`device 3`, `devices 0-7`."""
-    return f"device{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
+    """`device 3`, `devices 0-7`; of many that do not follow each other only how many."""
+    text = ranges(numbers)
+    return f"{len(numbers)} devices" if text.count(",") > 7 else f"device{'' if len(numbers) == 1 else 's'} {text}"
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:

@@ -74,7 +74,7 @@ def render(run: RunData) -> str:
     figures, constants = _figures(run)
     samples = pick_samples(run)  # before the template, because reading them can add notes
     assets = files("lockstep.report").joinpath("assets")
-    script = assets.joinpath("script.js").read_text()
+    script = assets.joinpath("script.js").read_text() + assets.joinpath("tables.js").read_text()
     environment = jinja2.Environment(
         autoescape=True, finalize=_finalize, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the picked leaf on both sides from the values in #data; sorts tables; reads the heat map out.
+// Draws the picked leaf on both sides from the values in #data; reads the heat map out.
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const state = { leaf: data.first, side: "target", part: 0, cell: 0, shown: [] };
@@ -115,7 +115,7 @@ function drawSide(side, leaf, part, selected) {
   const active = state.side === side && (side === "target" || state.part === part);
   const touched = new Set(selected.map((f) => (side === "source" ? `${f[1]}.${f[2]}` : `0.${f[0]}`)));
   const svg = make("svg", {
-    class: "leaf", viewBox: `-1 -1 ${WIDTH + 2} ${height + 2}`, role: "group",
+    class: form.count > 64 ? "leaf fine" : "leaf", viewBox: `-1 -1 ${WIDTH + 2} ${height + 2}`, role: "group",
     "aria-label": `${side === "source" ? leaf.sources[part].path : leaf.path} on the ${side === "source" ? "actor" : "rollout"}: ${layout.cuts}, ${form.count} shards`,
   });
   const slices = side === "target" && leaf.feeds.length > 0;
@@ -178,9 +178,9 @@ function pick(side, part, cell, focus = false) {
 function draw() {
   const leaf = data.leaves[state.leaf];
   const selected = feedsOf(leaf);
-  const each = leaf.fate === "in place" ? "its buffers are reused" : `${bytes(leaf.crossing)} over links`;
+  const each = leaf.fate === "in place" ? "its buffers are reused" : `${bytes(leaf.crossing)} over links${leaf.all > leaf.crossing ? " each" : ""}`;
   byId("title").replaceChildren(
-    make("code", {}, leaf.name), ` ${leaf.dtype} ${leaf.shape.join(" x ")}: ${bytes(leaf.bytes)} each, ${each}`,
+    make("code", {}, leaf.name), ` ${leaf.dtype} ${leaf.shape.join(" x ")}: ${bytes(leaf.bytes)}, ${each}`,
     leaf.operations.length ? ` (${leaf.operations.join(", ")})` : "",
   );
   byId("target-cuts").textContent = data.layouts[leaf.target].cuts;
@@ -247,7 +247,7 @@ function fill(word) {
   const list = byId("list");
   list.replaceChildren(...state.shown.map((at) => {
     const leaf = data.leaves[at];
-    const item = make("li", { role: "option", id: `leaf-${at}`, "aria-selected": String(at === state.leaf) }, make("span", {}, leaf.name), make("small", {}, leaf.fate === "over links" ? bytes(leaf.crossing) : leaf.fate));
+    const item = make("li", { role: "option", id: `leaf-${at}`, "aria-selected": String(at === state.leaf) }, make("span", {}, leaf.name), make("small", {}, leaf.fate === "over links" ? bytes(leaf.all) : leaf.fate));
     item.addEventListener("click", () => choose(at));
     return item;
   }));
@@ -265,7 +265,7 @@ function walk(event) {
   choose(state.shown[Math.max(0, Math.min(state.shown.length - 1, to))]);
 }
 
-// ---------------------------------------------------------------- meshes, heat map, tables
+// ---------------------------------------------------------------- meshes, heat map
 
 for (const button of document.querySelectorAll(".mesh button")) {
   button.addEventListener("click", () => {
@@ -298,27 +298,6 @@ heat.addEventListener("keydown", (event) => {
   event.preventDefault();
   readHeat(spot[0] + step[0], spot[1] + step[1]);
 });
-
-for (const table of document.querySelectorAll("table.sortable")) {
-  const heads = [...table.tHead.rows[0].cells];
-  heads.forEach((head, column) => {
-    head.tabIndex = 0;
-    const sort = () => {
-      const down = head.getAttribute("aria-sort") === "ascending";
-      heads.forEach((h) => h.removeAttribute("aria-sort"));
-      head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const value = (row) => row.cells[column].dataset.v ?? row.cells[column].textContent;
-      const rows = [...table.tBodies[0].rows].sort((a, b) => {
-        const [p, q] = [value(a), value(b)];
-        const order = p - q;  // NaN when either is not a number: compare as text then
-        return Number.isNaN(order) ? p.localeCompare(q) : order;
-      });
-      table.tBodies[0].append(...(down ? rows.reverse() : rows));
-    };
-    head.addEventListener("click", sort);
-    head.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
-  });
-}
 
 byId("search").addEventListener("input", (event) => fill(event.target.value));
 byId("search").addEventListener("keydown", walk);
