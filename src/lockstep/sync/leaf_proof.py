@@ -190,8 +190,7 @@ def _prove_transfers(
 
     volume, size = volumes(moves.target), moves.size[moves.group]
     sound = expect("pieces", pieces.agree(moves.piece, moves.source, moves.target), "is not what the map says")
-    item = np.where(moves.local, itemsize(target.dtype), wire[moves.piece])
-    expect("bytes", moves.bytes == volume * item, "does not claim the bytes of its elements")
+    expect("bytes", moves.bytes == volume * wire[moves.piece], "does not claim the bytes of its elements")
     expect("rounds", moves.round >= 0, "has no round")
     expect("provenance", ~moves.local | ((size == 1) & ~moves.relay), "has its sender among several receivers")
     expect("provenance", size > 0, "has no receiver")
