@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import tempfile
@@ -133,6 +134,11 @@ def test_folders_of_random_models_come_back_bit_for_bit(spec: ModelSpec, limit: 
     assert {name: t.shape for name, t in stored.items()} == tensors_of(spec)
     assert len(stored) == sum(map(len, files.values())) and (not listed or listed.keys() == stored.keys())
     assert all(len(f) == 1 or sum(t.nbytes for t in f.values()) <= limit for f in files.values())
+    # And a file begins only where the next tensor, one expert of a stack perhaps, does not fit into the last one.
+    order = [name for ref in name_map(spec).values() for name in ref.names]
+    for full, new in itertools.pairwise(sorted(files)):
+        first = stored[next(name for name in order if name in files[new])]
+        assert sum(t.nbytes for t in files[full].values()) + first.nbytes > limit
     assert again == spec and list(loaded) == list(params)
     assert all(loaded[path].tobytes() == params[path].tobytes() for path in params)
 

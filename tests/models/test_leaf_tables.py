@@ -159,6 +159,15 @@ def test_keys_of_published_folders_that_change_no_leaf() -> None:
     assert spec_from_config(new) == load_spec("gpt-oss-20b")
 
 
+def test_which_layers_have_experts() -> None:
+    def dense(name: str, **changes: Any) -> list[int]:
+        return [i for i, kind in enumerate(spec_from_config(published(name, **changes)).layers) if not kind.experts]
+
+    assert dense("qwen3-30b-a3b") == [] and dense("qwen3-30b-a3b", mlp_only_layers=[0, 5]) == [0, 5]
+    assert dense("qwen3-30b-a3b", decoder_sparse_step=2, mlp_only_layers=[1]) == [0, 1, *range(2, 48, 2)]
+    assert dense("deepseek-v3") == [0, 1, 2] and dense("kimi-k2") == [0] and dense("gpt-oss-20b") == []
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -198,6 +207,26 @@ def test_keys_of_published_folders_that_change_no_leaf() -> None:
 def test_what_would_change_a_planned_model_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec_from_config(published(name, **changes))
+
+
+JUNK: list[Any] = [None, True, 0, -1, 3, 10**9, 10**400, 1.5, float("nan"), "", [], [[]], [{}], {}, {"rope_type": []}]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "kimi-k2"])
+def test_no_value_of_any_key_is_anything_but_understood_or_refused(name: str) -> None:
+    for key in [*published(name), "rope_parameters", "layer_types", "head_dim", "mlp_only_layers", "experts_per_token"]:
+        for value in JUNK:
+            try:
+                spec = spec_from_config(published(name, **{key: value}))
+            except ModelError:
+                continue
+            assert spec_from_config(config_from_spec(spec)) == spec and name_map(spec).keys() == leaf_table(spec).keys()
+
+
+def test_the_documentation_lists_the_known_configurations() -> None:
+    page = (GOLDENS.parents[1] / "docs" / "models.md").read_text()
+    rows = [f"| `{c.name}` | {c.source} | {num_parameters(c.spec()) / 1e9:.1f} B |" for c in list_configs()]
+    assert "\n".join(rows) in page
 
 
 def test_a_gpt_oss_without_rotary_settings_is_refused() -> None:

@@ -200,6 +200,17 @@ def logprobs(
     return tiled(block, num.tile_rows, target >= 0, cast(w, num.dtype), x, target, temperature, unused)[1]
 
 
+def uniforms(seed: jax.Array, index: jax.Array) -> jax.Array:
+    """[N, 2] float32 in (0, 1), of (seed, index) alone. seed [N, 2] uint32, index [N] int32."""
+
+    def of_one(words: jax.Array, i: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), i)
+        # The middle of each of the 2^23 steps: at 0 itself an entry however improbable would be taken for being first.
+        return jax.random.uniform(key, (2,)) + 2.0**-24
+
+    return jax.vmap(of_one)(seed, index)
+
+
 def sample(
     spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, temperature: jax.Array, seed: jax.Array, index: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -210,12 +221,7 @@ def sample(
     uniforms that depend on (seed, index) alone, so a completion does not depend on its batch.
     """
 
-    def uniforms(words: jax.Array, i: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), i)
-        # The middle of each of the 2^23 steps: at 0 itself an entry however improbable would be taken for being first.
-        return jax.random.uniform(key, (2,)) + 2.0**-24
-
-    u = jax.vmap(uniforms)(seed, index)
+    u = uniforms(seed, index)
     draw = fence(jnp.full(x.shape[:1], -1, jnp.int32))
     block = functools.partial(_head_block, spec)
     return tiled(block, num.tile_rows, index >= 0, cast(w, num.dtype), x, draw, temperature, u)

@@ -46,7 +46,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     family = known[model_type]
     accepted = {family.architecture} | ({"Gemma3ForConditionalGeneration"} if family.name == "gemma3" else set())
     architectures = config.get("architectures") or [family.architecture]
-    if not isinstance(architectures, list) or not set(architectures) <= accepted:
+    if not isinstance(architectures, list) or not all(isinstance(a, str) and a in accepted for a in architectures):
         raise ModelError(f"config.json: architectures is {architectures!r}; supported: {sorted(accepted)}")
     return family
 

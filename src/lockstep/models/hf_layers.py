@@ -132,7 +132,7 @@ def _windows(keys: Keys, num_layers: int) -> list[int | None]:
     keys.seen.add("layer_types")
     types = keys.config.get("layer_types")
     if types is not None:
-        if not isinstance(types, list) or not set(types) <= {"sliding_attention", "full_attention"}:
+        if not isinstance(types, list) or any(t not in ("sliding_attention", "full_attention") for t in types):
             raise keys.fail("layer_types", "a list of 'sliding_attention' and 'full_attention'")
         if len(types) != num_layers:
             raise keys.fail("layer_types", f"one entry per layer, {num_layers} in all")
