@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 
 from lockstep.cluster.cuts import unsharded
 from lockstep.cluster.devices import available_devices, device_kinds
-from lockstep.cluster.roles import AXES, Role, Shape, assign
-from lockstep.cluster.sharding import device_ranges
+from lockstep.cluster.roles import AXES, Role, Shape, assign, device_ranges
 from lockstep.config import ClusterConfig
 from lockstep.errors import ConfigError
 from lockstep.models.spec import Leaf

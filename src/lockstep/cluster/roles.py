@@ -146,3 +146,19 @@ def _too_few(
         f"cluster: the meshes need {needed} devices ({wants}); {available} available{reserved}. Make a mesh smaller, "
         f'let roles share one (rollout = "actor"), or simulate on the CPU: cluster.cpu_devices = {total}'
     )
+
+
+def device_ranges(ids: Sequence[int]) -> str:
+    """`device 3`, `devices 0-3`, `devices 0-3,8-11`, `devices 0,2,1,3`: in the order given, runs of three or more
+    folded."""
+    words: list[str] = []
+    at = 0
+    while at < len(ids):
+        stop = at + 1
+        while stop < len(ids) and ids[stop] == ids[stop - 1] + 1:
+            stop += 1
+        words += (
+            [f"{ids[at]}-{ids[stop - 1]}"] if stop - at > 2 or stop - at == len(ids) > 1 else map(str, ids[at:stop])
+        )
+        at = stop
+    return f"device{'s' if len(ids) != 1 else ''} {','.join(words)}"

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.cluster.cuts import RULES, Rules, cut
+from lockstep.cluster.roles import device_ranges
 from lockstep.errors import SyncError
 from lockstep.models.spec import Leaf
 
@@ -78,15 +79,6 @@ def describe_mesh(sharding: Sharding) -> str:
         return f"{devices} in {sharding.memory_kind}"
     sizes = " ".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items() if size > 1) or "1 device"
     return f"{sizes} ({devices}) in {sharding.memory_kind}"
-
-
-def device_ranges(ids: Sequence[int]) -> str:
-    """`device 3`, `devices 0-3`, `devices 0,2,1,3` (mesh order kept)."""
-    if len(ids) == 1:
-        return f"device {ids[0]}"
-    if list(ids) == list(range(ids[0], ids[0] + len(ids))):
-        return f"devices {ids[0]}-{ids[-1]}"
-    return "devices " + ",".join(str(i) for i in ids)
 
 
 def mesh_order(sharding: Sharding) -> list[jax.Device]:

@@ -15,6 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from lockstep.cluster.roles import device_ranges
+
 Box = tuple[tuple[int, int], ...]
 """A part of an array: (start, stop) per dim."""
 
@@ -87,7 +89,7 @@ class Layout:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.mesh.axes if size > 1) or "1 device"
         cuts = ", ".join("+".join(axes) or "whole" for axes in self.spec) or "whole"
         place = "" if self.memory == "device" else f", in {self.memory} memory"
-        return f"{sizes}, dims cut by [{cuts}]{place}"
+        return f"{sizes} ({device_ranges(self.mesh.devices)}), dims cut by [{cuts}]{place}"
 
 
 @lru_cache(maxsize=4096)

@@ -26,7 +26,8 @@ PATIENCE = 32  # times the parts that would do if rows could be cut; more are no
 
 @dataclass(frozen=True)
 class Schedule:
-    """parts: n. rounds: n, one more with relays. phase: [lanes], in 2^-PHASE_BITS. sent, received: [rounds, devices] bytes."""
+    """parts: n. rounds: n, one more with relays. phase: [lanes], in 2^-PHASE_BITS. sent, received: [rounds, devices]
+    bytes."""
 
     parts: int
     rounds: int
