@@ -6,16 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.cluster.cuts import bytes_per_device
-from lockstep.cluster.mesh import Dial, format_bytes
+from lockstep.cluster.mesh import Dial
 from lockstep.cluster.roles import ROLES
-from lockstep.cluster.sharding import shardings
 from lockstep.config import Config
 from lockstep.models.catalog import load_spec, require_weights
-from lockstep.models.spec import Leaf, ModelSpec, leaf_table, num_parameters, require_decoder
+from lockstep.models.spec import ModelSpec, leaf_table, num_parameters, require_decoder
+from lockstep.plan.answer import plan_of
+from lockstep.plan.request import request_of_recipe
 from lockstep.rollout.engine import enough_pages
-from lockstep.sync.transfer import plan_leaf
+from lockstep.text import format_bytes
 from lockstep.train.assembly import longest_sequence, measures_kl, snapshot_column
-from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, split_leaves
+from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
 
 
 def describe(config: Config) -> str:
@@ -41,7 +42,7 @@ def describe(config: Config) -> str:
             dial.describe(sizes, leaves.all),
             "gradients and staged copies are held for part of each step; activations come on top and are not counted",
             "",
-            _sync_cost(dial, leaves.trains),
+            _sync_cost(config),
         ]
     )
 
@@ -54,9 +55,11 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
     # jax's reading of the names: numpy alone knows no bfloat16.
     compute, master = jnp.dtype(config.model.dtype).itemsize, jnp.dtype(TRAINABLE_DTYPE).itemsize
 
-    def parameters(role: str) -> int:
+    sampler = jnp.dtype(sampler_dtype(config)).itemsize
+
+    def parameters(role: str, trained: int) -> int:
         axes = dial.role(role).axes
-        return bytes_per_device(leaves.frozen, axes, compute) + bytes_per_device(leaves.trains, axes, master)
+        return bytes_per_device(leaves.frozen, axes, compute) + bytes_per_device(leaves.trains, axes, trained)
 
     actor = dial.role("actor").axes
     # Adam's two moments, its counter, and the schedule's.
@@ -68,7 +71,7 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
     kv = 2 * spec.num_layers * rows * spec.num_kv_heads * spec.head_dim * compute
     sizes = {
         "actor": {
-            "parameters": parameters("actor"),
+            "parameters": parameters("actor", master),
             "optimizer": moments,
             "gradients": 2 * trained,
             snapshot_column(dial.mesh("actor").devices.flat[0]): trained,
@@ -76,8 +79,8 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
         "rollout": {"kv": kv},
     }
     if not dial.colocated("actor", "rollout"):
-        sizes["rollout"]["parameters"] = parameters("rollout")
-        sizes["rollout"]["staged"] = bytes_per_device(leaves.trains, dial.role("rollout").axes, master)
+        sizes["rollout"]["parameters"] = parameters("rollout", sampler)
+        sizes["rollout"]["staged"] = bytes_per_device(leaves.trains, dial.role("rollout").axes, sampler)
     shares_frozen = leaves.frozen and any(dial.colocated(role, "reference") for role in ("actor", "rollout"))
     if measures_kl(config) and not shares_frozen:
         # What the actor trains, a reference on its mesh keeps as it was before the first update.
@@ -86,16 +89,14 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
     return {role: sizes[role] for role in ROLES if role in sizes}
 
 
-def _sync_cost(dial: Dial, trains: dict[str, Leaf]) -> str:
+def _sync_cost(config: Config) -> str:
     """One line: what crosses at each step."""
-    total = sum(leaf.size for leaf in trains.values()) * np.dtype(TRAINABLE_DTYPE).itemsize
-    if dial.colocated("actor", "rollout"):
-        return f"sync: {len(trains)} leaves, {format_bytes(total)} train; the same buffers serve both roles, 0 B cross"
-    source, destination = (shardings(trains, dial.mesh(role)) for role in ("actor", "rollout"))
-    itemsize = np.dtype(TRAINABLE_DTYPE).itemsize
-    moves = [plan_leaf(p, source[p], destination[p], leaf.shape, itemsize) for p, leaf in trains.items()]
-    written, crossing = sum(m.bytes_planned for m in moves), sum(m.bytes_crossing for m in moves)
+    request = request_of_recipe(config)
+    plan = plan_of(request)
+    trains = f"sync: {len(plan.leaves)} leaves, {format_bytes(sum(leaf.bytes for leaf in plan.leaves.values()))} train"
+    if request.colocated:
+        return f"{trains}; the same buffers serve both roles, 0 B cross"
     return (
-        f"sync: {len(trains)} leaves, {format_bytes(total)} train; each sync writes {format_bytes(written)} on the "
-        f"rollout devices (replicas included), of which {format_bytes(crossing)} cross between devices"
+        f"{trains}; each sync writes {format_bytes(plan.bytes_written)} on the rollout devices (replicas included), of "
+        f"which {format_bytes(plan.bytes_crossing)} cross between devices (`lockstep plan --recipe` shows how)"
     )
