@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401  (teaches numpy the names `bfloat16` and `float8_*`)
 import numpy as np
@@ -142,6 +143,17 @@ class Kind:
         return int((self.elements * sets.sizes[self.needers]).sum())
 
 
+class Place(NamedTuple):
+    """A layout in numbers. number: of equal layouts the same. parts: per dim. devices: [shards, copies] indices. sets:
+    [shards] set numbers. holds: [devices] the shard that each device holds, -1 for none."""
+
+    number: int
+    parts: tuple[int, ...]
+    devices: np.ndarray
+    sets: np.ndarray
+    holds: np.ndarray
+
+
 class Geometry:
     """Builds kinds and sets. devices: numbers of all devices of both sides, increasing."""
 
@@ -150,29 +162,47 @@ class Geometry:
         self.kinds: list[Kind] = []
         self._index = {device: i for i, device in enumerate(devices)}
         self._kinds: dict[object, int] = {}
-        self._layouts: dict[Layout, tuple[int, np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._places: dict[Layout, Place] = {}
+        self._seen: dict[int, tuple[Layout, Place]] = {}
 
     def add(self, target: Target, number: int, source: Placed, destination: Placed) -> int:
         """The number of the kind of one piece; the piece becomes its last member."""
         piece = target.pieces[number]
-        from_parts, to_parts = source.layout.parts(), destination.layout.parts()
+        here, there = self.place(source.layout), self.place(destination.layout)
         cuts = tuple(
-            cuts_of(
-                run,
-                *((1, 1) if dim is None else (source.shape[dim], from_parts[dim])),
-                destination.shape[at],
-                to_parts[at],
-            )
+            cuts_of(run, 1, 1, destination.shape[at], there.parts[at])
+            if dim is None
+            else cuts_of(run, source.shape[dim], here.parts[dim], destination.shape[at], there.parts[at])
             for at, (dim, run) in enumerate(zip(piece.dims, piece.runs, strict=True))
         )
-        fixed = tuple((dim, index // -(-source.shape[dim] // from_parts[dim])) for dim, index in piece.fixed)
-        from_number, to_number = self._layout(source.layout)[0], self._layout(destination.layout)[0]
-        key = (from_number, to_number, source.dtype, target.dtype, piece.dims, fixed, cuts)
-        if key not in self._kinds:
-            self._kinds[key] = len(self.kinds)
+        fixed = tuple((dim, index // -(-source.shape[dim] // here.parts[dim])) for dim, index in piece.fixed)
+        key = (here.number, there.number, source.dtype, target.dtype, piece.dims, fixed, cuts)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = len(self.kinds)
             self.kinds.append(self._kind(piece, fixed, cuts, source, destination))
-        self.kinds[self._kinds[key]].members.append((target.path, number))
-        return self._kinds[key]
+        self.kinds[kind].members.append((target.path, number))
+        return kind
+
+    def place(self, layout: Layout) -> Place:
+        """A layout in numbers; found by identity where it can be, since hashing a large mesh takes long."""
+        seen = self._seen.get(id(layout))
+        if seen is None:
+            if layout not in self._places:
+                self._places[layout] = self._place(layout)
+            seen = self._seen[id(layout)] = (
+                layout,
+                self._places[layout],
+            )  # the layout kept, so that its id stays its own
+        return seen[1]
+
+    def _place(self, layout: Layout) -> Place:
+        numbers = layout.shards()
+        devices = np.array([self._index[d] for d in numbers.reshape(-1).tolist()], np.int64).reshape(numbers.shape)
+        holds = np.full(len(self._index), -1, np.int64)
+        holds[devices] = np.arange(len(devices))[:, None]
+        sets = np.array([self.sets.number(row) for row in devices], np.int64)
+        return Place(len(self._places), layout.parts(), devices, sets, holds)
 
     def _kind(
         self,
@@ -182,11 +212,12 @@ class Geometry:
         source: Placed,
         destination: Placed,
     ) -> Kind:
-        from_shard = _shard_numbers(piece.dims, [c.source for c in cuts], source.layout.parts(), fixed)
-        to_shard = _shard_numbers(tuple(range(len(cuts))), [c.target for c in cuts], destination.layout.parts(), ())
+        here, there = self.place(source.layout), self.place(destination.layout)
+        from_shard = _shard_numbers(piece.dims, [c.source for c in cuts], here.parts, fixed)
+        to_shard = _shard_numbers(tuple(range(len(cuts))), [c.target for c in cuts], there.parts, ())
         lengths = [c.lengths for c in cuts]
         cut_dim = _cut_dim(lengths)
-        holders, needers, local = self._owners(source.layout, destination.layout, from_shard, to_shard)
+        holders, needers, local = self._owners(here, there, from_shard, to_shard)
         return Kind(
             source.layout,
             destination.layout,
@@ -202,30 +233,18 @@ class Geometry:
         )
 
     def _owners(
-        self, source: Layout, destination: Layout, from_shard: np.ndarray, to_shard: np.ndarray
+        self, here: Place, there: Place, from_shard: np.ndarray, to_shard: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """holders, needers, local of `Kind`, for cells of these shards."""
-        _, _, from_sets, holds = self._layout(source)
-        _, wanted, to_sets, _ = self._layout(destination)
-        needers = to_sets[to_shard]
-        if not (holds[wanted] >= 0).any():
-            return from_sets[from_shard], needers, np.zeros((0, 2), np.int64)
-        has = holds[wanted[to_shard]] == from_shard[:, None]
+        holders, needers = here.sets[from_shard], there.sets[to_shard]
+        if not (here.holds[there.devices] >= 0).any():
+            return holders, needers, np.zeros((0, 2), np.int64)
+        wanted = there.devices[to_shard]
+        has = here.holds[wanted] == from_shard[:, None]
         for some in np.flatnonzero(has.any(axis=1)):
-            needers[some] = self.sets.number(wanted[to_shard[some]][~has[some]])
+            needers[some] = self.sets.number(wanted[some][~has[some]])
         cell, column = np.nonzero(has)
-        return from_sets[from_shard], needers, np.stack([cell, wanted[to_shard[cell], column]], axis=1)
-
-    def _layout(self, layout: Layout) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """A layout's number; [shards, copies] device indices; [shards] set numbers; [devices] shard held (-1: none)."""
-        if layout not in self._layouts:
-            numbers = layout.shards()
-            wanted = np.array([self._index[d] for d in numbers.reshape(-1).tolist()], np.int64).reshape(numbers.shape)
-            holds = np.full(len(self._index), -1, np.int64)
-            holds[wanted] = np.arange(len(wanted))[:, None]
-            sets = np.array([self.sets.number(row) for row in wanted], np.int64)
-            self._layouts[layout] = len(self._layouts), wanted, sets, holds
-        return self._layouts[layout]
+        return holders, needers, np.stack([cell, wanted[cell, column]], axis=1)
 
 
 def _grid(values: list[np.ndarray], operation: np.ufunc, start: int) -> np.ndarray:

@@ -22,7 +22,6 @@ import numpy as np
 
 from lockstep.sync import balance, lanes, rounds
 from lockstep.sync.cells import Geometry
-from lockstep.sync.layout import Layout
 from lockstep.sync.listing import Listing, Member
 from lockstep.sync.mapping import FormatMap, Target
 from lockstep.sync.plan import Bounds, LeafPlan, LinkModel, Placed, SyncPlan
@@ -141,7 +140,7 @@ class _Work:
         members = self.members.get(target.path, ())
         item = np.dtype(target.dtype).itemsize
         size = math.prod(target.shape)
-        written = 0 if stays else size * placed.layout.shards().shape[1]
+        written = 0 if stays else size * self.geometry.place(placed.layout).devices.shape[1]
         local = sum(self._counts[m.kind][0] for m in members)
         crossing = sum(self._counts[m.kind][1] for m in members)
         kinds = [self.geometry.kinds[m.kind] for m in members]
@@ -212,17 +211,18 @@ def _links(cells: lanes.Cells, ways: lanes.Lanes) -> np.ndarray:
 def _hash(work: _Work, ways: lanes.Lanes, timed: rounds.Schedule) -> str:
     """Hex digest of everything that decides what is carried out; the same in every process."""
     digest = hashlib.sha256()
-    numbers: dict[Layout, int] = {}
+    numbers: dict[int, int] = {}
 
     def put(*values: object) -> None:
         digest.update(repr(values).encode())
 
     def form(placed: Placed) -> tuple[object, ...]:
         layout = placed.layout
-        if layout not in numbers:
-            numbers[layout] = len(numbers)
+        place = work.geometry.place(layout)
+        if place.number not in numbers:
+            numbers[place.number] = len(numbers)
             put("layout", layout.mesh.axes, layout.mesh.devices, layout.spec, layout.memory)
-        return placed.shape, placed.dtype, numbers[layout]
+        return placed.shape, placed.dtype, numbers[place.number]
 
     for path, placed in work.source.items():
         put("source", path, *form(placed))
