@@ -1,41 +1,39 @@
 """Digests of weights: computed where the weights are, from what is really there, equal for equal content in any layout.
 
-Of a leaf with elements w_i (their bits as unsigned integers) at global index i, each of two 32-bit lanes is
+    wanted = source_digests(actor_leaves, mapping)      # of what must arrive, from what the trainer holds
+    check_same(wanted, leaf_digests(installed), "actor", "rollout")
 
-    sum_i  mix_lane( w_i xor key_lane(i) )   mod 2^32
-
-`mix` is a bijection with full avalanche (MurmurHash3's finaliser, A. Appleby), so changing any one element (of up to
-32 bits) always changes both lanes, and any other change goes unnoticed with probability about 2^-64. Sums commute:
-shards are summed on their devices and added up, so a digest does not depend on the cut. Every device's shard is
-digested, replicas included, and replicas that differ are an error. NaNs, infinities and zeros of either sign are
-content like everything else.
-
-The digest is meant against faults, not against forgery.
+`digest` says what a digest is; because it is a sum, that of a fused, transposed, padded or cast leaf follows from its
+pieces without making it. Every device's shard is digested, replicas included, and replicas that differ are an error.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Sharding
 
 from lockstep.cluster.sharding import describe_layout, mesh_order
 from lockstep.errors import SyncError
-from lockstep.sync.transfer import Box, boxes
+from lockstep.sync.digest import LANES, host_digest, keys, kind, spell
+from lockstep.sync.keyed_sums import Along, start_sums
+from lockstep.sync.layout import Box
+from lockstep.sync.mapping import FormatMap, Piece, Target, piece_problem
 
-U32 = jnp.uint32
-MULTIPLIERS = (0x9E3779B1, 0x85EBCA77)  # of the keys, per lane; primes of xxHash32 (Y. Collet)
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+__all__ = [
+    "check_same", "host_digest", "kind_of", "leaf_digests", "policy_digest", "source_digests", "start_digests",
+    "start_source_digests", "tree_digest",
+]  # fmt: skip
 
 
 def leaf_digests(tree: Mapping[str, jax.Array]) -> dict[str, str]:
-    """path -> digest of each leaf, such as `float32[576,192]:0123456789abcdef`, from the bytes on the devices.
+    """path -> digest of each leaf, such as `float32[576,192]:` and 32 hex digits, from the bytes on the devices.
 
     Raises SyncError naming the leaf: replicas that differ, an array that was deleted or donated, that other processes
     hold parts of, or of a type without a bit pattern of whole bytes.
@@ -48,8 +46,42 @@ def start_digests(tree: Mapping[str, jax.Array]) -> Callable[[], dict[str, str]]
 
     Two trees on different devices are digested at the same time when both are started before either is awaited.
     """
-    lanes = {path: _lanes(path, leaf) for path, leaf in tree.items()}
-    return lambda: {path: _combine(path, tree[path], np.asarray(lanes[path])) for path in tree}
+    reads = {path: _Read(path, leaf.dtype, _whole(leaf.shape), leaf.ndim) for path, leaf in tree.items()}
+    wait = _start(tree, reads.values())
+
+    def finish() -> dict[str, str]:
+        sums = wait()
+        return {path: spell(leaf.dtype.name, leaf.shape, sums[reads[path]]) for path, leaf in tree.items()}
+
+    return finish
+
+
+def source_digests(source: Mapping[str, jax.Array], mapping: FormatMap) -> dict[str, str]:
+    """Target path -> the digest that this leaf must have where it arrives, from the source's shards alone.
+
+    Each source element counts in every target that it becomes a part of, after the cast to the target's type and at
+    its place there; a leaf that becomes several, or one that several become, is read once. Zeros that fill a target
+    count nothing. A NaN's payload is the one thing that casts on different machines may not agree on.
+
+    Raises SyncError as `leaf_digests` does for the source's leaves, and where the map does not fit them.
+    """
+    return start_source_digests(source, mapping)()
+
+
+def start_source_digests(source: Mapping[str, jax.Array], mapping: FormatMap) -> Callable[[], dict[str, str]]:
+    """As `start_digests`, of what `source_digests` gives."""
+    shares = {
+        path: [_share(target, piece, source) for piece in target.pieces] for path, target in mapping.targets.items()
+    }
+    shares = _joined(shares, source)
+    wait = _start(source, [share.read for parts in shares.values() for share in parts])
+
+    def finish() -> dict[str, str]:
+        sums = wait()
+        lanes = {path: sum((share.of(sums) for share in parts), _NOTHING) for path, parts in shares.items()}
+        return {path: spell(t.dtype, t.shape, lanes[path]) for path, t in mapping.targets.items()}
+
+    return finish
 
 
 def tree_digest(leaves: Mapping[str, str]) -> str:
@@ -85,7 +117,7 @@ def check_same(source: Mapping[str, str], installed: Mapping[str, str], source_r
 
 def kind_of(leaf: jax.Array) -> str:
     """`float32[576,192]`."""
-    return f"{leaf.dtype.name}[{','.join(str(n) for n in leaf.shape)}]"
+    return kind(leaf.dtype.name, leaf.shape)
 
 
 def _blake(*parts: str) -> str:
@@ -95,106 +127,129 @@ def _blake(*parts: str) -> str:
     return state.hexdigest()
 
 
-def _lanes(path: str, leaf: jax.Array) -> jax.Array:
-    """Start the digest of every shard of `leaf`: [devices in mesh order, 2] uint32, not waited for."""
-    if leaf.is_deleted():
-        raise SyncError(f"digest: {path} was deleted or donated; a donated tree must not be used again")
-    if not leaf.is_fully_addressable:
-        raise SyncError(f"digest: other processes hold parts of {path} ({describe_layout(leaf.sharding)})")
-    if _bits(leaf.dtype) not in (8, 16, 32, 64):
-        raise SyncError(f"digest: {path} has type {leaf.dtype}; weights are integers or floats of whole bytes")
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        return _sharded_lanes(sharding.mesh, sharding.spec, leaf.ndim)(leaf)
-    if len(sharding.device_set) == 1:
-        return _single_lanes(leaf)
-    raise SyncError(
-        f"digest: {path} is laid out by a {type(sharding).__name__} over {len(sharding.device_set)} devices; "
-        f"place it with a NamedSharding"
-    )
+# -- sums over what is read ------------------------------------------------------------------------------------------
+
+_NOTHING = np.zeros(LANES, np.uint64)
 
 
-def _bits(dtype: np.dtype) -> int:
-    """Bits of one element; 0 for types that are neither integer nor float."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return int(jnp.iinfo(dtype).bits)
-    return int(jnp.finfo(dtype).bits) if jnp.issubdtype(dtype, jnp.floating) else 0
+class _Read(NamedTuple):
+    """One pass over one source leaf: what `start_sums` is asked."""
+
+    path: str
+    dtype: np.dtype
+    along: tuple[Along, ...]
+    words_dim: int
+    keep: bool = False
 
 
-@jax.jit
-def _single_lanes(leaf: jax.Array) -> jax.Array:
-    return _shard_lanes(leaf, [U32(0)] * leaf.ndim)[None]
+@dataclass(frozen=True)
+class _Share:
+    """What one piece adds to a target's sums: those of `read`, times `factor` per lane (of target dims that the source
+    lacks). first: how the read's first dim, left unsummed, runs along the target (None: it is summed)."""
+
+    read: _Read
+    factor: tuple[int, ...]
+    first: Along | None = None
+
+    def of(self, sums: Mapping[_Read, np.ndarray]) -> np.ndarray:
+        """[LANES] uint64."""
+        found = sums[self.read]
+        if self.first is not None:
+            run = self.first
+            rows = found[run.source : run.source + (run.size - 1) * run.source_step + 1 : run.source_step]
+            if run.dim is not None:
+                rows = rows * keys(run.dim, run.target, run.target_step, run.size).T
+            found = rows.sum(axis=0, dtype=np.uint64)
+        result: np.ndarray = found * np.array(self.factor, np.uint64)
+        return result
 
 
-@lru_cache(maxsize=512)
-def _sharded_lanes(mesh: Mesh, spec: PartitionSpec, ndim: int) -> Callable[[jax.Array], jax.Array]:
-    """The digest of each shard under `spec`; compiled once per shape and type."""
-    entries = [*spec, *[None] * (ndim - len(spec))]
-
-    def shard(leaf: jax.Array) -> jax.Array:
-        offsets = [
-            U32(0) if entry is None else lax.axis_index(entry).astype(U32) * U32(size)
-            for entry, size in zip(entries, leaf.shape, strict=True)
-        ]
-        return _shard_lanes(leaf, offsets)[None]
-
-    everywhere = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=spec, out_specs=everywhere, check_vma=False))
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> tuple[Along, ...]:
+    return tuple(Along(dim, 0, 0, size) for dim, size in enumerate(shape))
 
 
-def _shard_lanes(shard: jax.Array, offsets: list[jax.Array]) -> jax.Array:
-    """[2] uint32: both lanes of one shard whose first element sits at `offsets` in the whole leaf."""
-    bits = lax.bitcast_convert_type(shard, _UNSIGNED[shard.dtype.itemsize]).astype(U32)
-    # A wider type becomes several 32-bit words, in a new last dim.
-    offsets = offsets + [U32(0)] * (bits.ndim - shard.ndim)
-    first = avalanche(bits ^ _keys(bits.shape, offsets, MULTIPLIERS[0]))
-    # The second lane goes on from the first one's well-mixed value: half the work, its own keys, still a bijection.
-    second = (first ^ _keys(bits.shape, offsets, MULTIPLIERS[1])) * U32(0xC2B2AE3D)
-    second = (second ^ (second >> 15)) * U32(0x27D4EB2F)
-    # One reduction over both: two separate sums would run the mixing twice and, on the CPU, seven times slower.
-    sums = lax.reduce((first, second), (U32(0), U32(0)), _add_pairs, tuple(range(bits.ndim)))
-    return jnp.stack(sums)
+def _share(target: Target, piece: Piece, source: Mapping[str, jax.Array]) -> _Share:
+    if piece.source not in source:
+        raise SyncError(f"digest: {target.path} is made of {piece.source}, which the source does not hold")
+    leaf = source[piece.source]
+    if wrong := piece_problem(piece, target.shape, leaf.shape):
+        raise SyncError(f"digest: {target.path} {target.shape} <- {piece.source} {leaf.shape}: {wrong}")
+    along = {dim: Along(None, index, 0, 1) for dim, index in piece.fixed}
+    factor = [1] * LANES
+    for at, (dim, run) in enumerate(zip(piece.dims, piece.runs, strict=True)):
+        if dim is None:
+            factor = [f * int(k) % 2**64 for f, k in zip(factor, keys(at, run.target, 1, 1)[:, 0], strict=True)]
+        else:
+            along[dim] = Along(at, run.source, run.target, run.count, run.source_step, run.target_step)
+    read = _Read(piece.source, np.dtype(target.dtype), tuple(along[d] for d in range(leaf.ndim)), len(target.shape))
+    return _Share(read, tuple(factor))
 
 
-def _add_pairs(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return a[0] + b[0], a[1] + b[1]
+def _joined(shares: Mapping[str, list[_Share]], source: Mapping[str, jax.Array]) -> dict[str, list[_Share]]:
+    """The same shares with reads that differ along the first dim only made one, which leaves that dim unsummed: a stack
+    of experts that become leaves of their own is read once, not once per expert."""
+    firsts: dict[_Read, set[Along]] = {}
+    for parts in shares.values():
+        for share in parts:
+            if len(share.read.along) > 2:
+                firsts.setdefault(_unsummed(share.read, source), set()).add(share.read.along[0])
+
+    def join(share: _Share) -> _Share:
+        if len(share.read.along) <= 2:
+            return share
+        read = _unsummed(share.read, source)
+        return _Share(read, share.factor, share.read.along[0]) if len(firsts[read]) > 1 else share
+
+    return {path: [join(share) for share in parts] for path, parts in shares.items()}
 
 
-def _keys(shape: tuple[int, ...], offsets: list[jax.Array], multiplier: int) -> jax.Array:
-    """uint32 of `shape`: key of the position (i, j, ...) = (i + 1) c + (j + 1) c^2 + ..., c the lane's multiplier.
-
-    Linear, because hashed indices would cost more than the mixing. Two positions of a matrix share a key of one lane
-    only when they are tens of thousands apart, and never those of both lanes: the difference of the two multipliers is
-    twice an odd number.
-    """
-    key = jnp.zeros(shape, U32)
-    for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
-        step = U32(pow(multiplier, dim + 1, 2**32))
-        key = key + lax.broadcast_in_dim((lax.iota(U32, size) + offset + U32(1)) * step, shape, (dim,))
-    return key
+def _unsummed(read: _Read, source: Mapping[str, jax.Array]) -> _Read:
+    everything = Along(None, 0, 0, source[read.path].shape[0])
+    return read._replace(along=(everything, *read.along[1:]), keep=True)
 
 
-def avalanche(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit reaches every output bit (MurmurHash3's fmix32)."""
-    x = (x ^ (x >> 16)) * U32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * U32(0xC2B2AE35)
-    return x ^ (x >> 16)
+def _start(tree: Mapping[str, jax.Array], reads: Iterable[_Read]) -> Callable[[], dict[_Read, np.ndarray]]:
+    """Start every read, once each; the returned function waits for their sums, [LANES] or [n, LANES] uint64 each."""
+    with jax.enable_x64(True):
+        started = {
+            read: start_sums(read.path, tree[read.path], read.dtype, read.along, read.words_dim, read.keep)
+            for read in dict.fromkeys(reads)
+        }
+    return lambda: {
+        read: _combine(read, tree[read.path], lanes)
+        for read, lanes in zip(started, jax.device_get(list(started.values())), strict=True)
+    }
 
 
-def _combine(path: str, leaf: jax.Array, lanes: np.ndarray) -> str:
-    """Add up the shards' lanes, each box once; replicas of a box must agree."""
-    sharding = leaf.sharding
-    held = boxes(sharding, leaf.shape)
-    devices = mesh_order(sharding)
+def _combine(read: _Read, leaf: jax.Array, lanes: np.ndarray) -> np.ndarray:
+    """Add up the shards' sums, each part once; replicas of a part must agree. lanes: [devices, ...] uint64."""
+    if len(lanes) == 1:
+        total: np.ndarray = lanes[0]
+        return total
+    devices = mesh_order(leaf.sharding)
+    held = _boxes(leaf.sharding, leaf.shape)
     first: dict[Box, int] = {}
-    for row, device in enumerate(devices):
-        box = held[device]
-        if box not in first:
-            first[box] = row
-        elif (lanes[row] != lanes[first[box]]).any():
+    for row, box in enumerate(held):
+        if first.setdefault(box, row) != row and (lanes[row] != lanes[first[box]]).any():
             raise SyncError(
-                f"digest: device {devices[first[box]].id} and device {device.id} should hold the same part of {path}, "
-                f"{list(box)}, but their content differs: the replicas have drifted apart; {describe_layout(sharding)}"
+                f"digest: device {devices[first[box]].id} and device {devices[row].id} should hold the same part of "
+                f"{read.path}, {list(box)}, but their content differs: the replicas have drifted apart; "
+                f"{describe_layout(leaf.sharding)}"
             )
-    total = lanes[list(first.values())].sum(axis=0, dtype=np.uint32)
-    return f"{kind_of(leaf)}:{int(total[0]):08x}{int(total[1]):08x}"
+    if not read.keep:
+        return lanes[list(first.values())].sum(axis=0, dtype=np.uint64)
+    total = np.zeros((leaf.shape[0], LANES), np.uint64)
+    for box, row in first.items():
+        total[slice(*box[0])] += lanes[row]
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """What each device holds of a leaf, in mesh order."""
+    held = sharding.devices_indices_map(shape)
+    return tuple(
+        tuple(part.indices(size)[:2] for part, size in zip(held[device], shape, strict=True))
+        for device in mesh_order(sharding)
+    )
