@@ -377,8 +377,8 @@ def reordered(offers: list) -> list:
     ("fault", "match"),
     [
         (dropped, r"the receiver waited .* for the sender at .*round 1 of .* boxes had not arrived, version 2"),
-        (repeated, "what arrived at rollout is not what actor holds|Invalid slicing of buffer"),
-        (reordered, "what arrived at rollout is not what actor holds|Invalid slicing of buffer"),
+        (repeated, "what arrived at rollout is not what actor holds|could not be pulled from"),
+        (reordered, "what arrived at rollout is not what actor holds|could not be pulled from"),
     ],
 )
 def test_buckets_dropped_repeated_or_reordered_are_refused(cluster, fault, match):

@@ -45,8 +45,6 @@ from lockstep.sync.wire import (
 )
 from lockstep.types import PolicyVersion
 
-SHORT_S = 30.0  # for calls that only ask or tidy up
-
 
 class RemoteTransport(Transport, Protocol):
     """A transport whose sides are in different processes: what the receiver must know crosses as a ticket."""
@@ -77,15 +75,18 @@ class RemoteReplica:
         transport: RemoteTransport,
         *,
         source: str = "trainer",
+        patience_s: float = 30.0,
         max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """transport: the sending side's; `WeightSync` hands it the weights. source: our name, for errors. Connects at
-        the first call."""
+        """transport: the sending side's; `WeightSync` hands it the weights. source: our name, for errors.
+        patience_s: for calls that only ask or tidy up. Connects at the first call."""
         self.name = name
         self.transport = transport
         self._address, self._token, self._source, self._max = address, token, source, max_bytes
         self._channel: Channel | None = None
+        self._patience_s = patience_s
         self._plans: set[str] = set()
+        self._placed: dict[str, Placed] | None = None
         self._number = 0
         self._session = secrets.token_hex(8)
         self._lock = threading.Lock()
@@ -93,17 +94,24 @@ class RemoteReplica:
     @property
     def active(self) -> PolicyVersion | None:
         """What the replica serves, asked now. Raises SyncError when it does not answer."""
-        return policy_from_json(self._ask({"do": "active"}, "what it serves", -1, Deadline.after(SHORT_S))["active"])
+        return policy_from_json(
+            self._ask({"do": "active"}, "what it serves", -1, Deadline.after(self._patience_s))["active"]
+        )
 
     def placed(self) -> dict[str, Placed]:
-        """What a plan has to know of the other side, asked now. Raises SyncError when it does not answer."""
-        answer = self._ask({"do": "placed"}, "what it holds", -1, Deadline.after(SHORT_S))
+        """What a plan has to know of the other side, asked once per connection. Raises SyncError when it does not
+        answer."""
+        known = self._placed
+        if known is not None and self._channel is not None and self._channel.alive():
+            return known
+        answer = self._ask({"do": "placed"}, "what it holds", -1, Deadline.after(self._patience_s))
         if answer.get("transport") != self.transport.name:
             raise SyncError(
                 f"sync: {self.name} receives over {answer.get('transport')!r}, {self._source} sends over "
                 f"{self.transport.name!r}; give both sides one transport"
             )
-        return places_from_json(answer.get("placed"))
+        self._placed = places_from_json(answer.get("placed"))
+        return self._placed
 
     def route(self, mapping: FormatMap | None = None) -> Route:
         """For `WeightSync`."""
@@ -134,7 +142,7 @@ class RemoteReplica:
 
     def discard(self, version: int) -> None:
         """As `Replica.discard`. Raises SyncError when the replica does not answer; it then serves what it served."""
-        self._ask({"do": "discard", "version": version}, "to discard", version, Deadline.after(SHORT_S))
+        self._ask({"do": "discard", "version": version}, "to discard", version, Deadline.after(self._patience_s))
 
     def close(self) -> None:
         """Hang up; the replica goes on serving. The next call connects anew."""
@@ -160,6 +168,7 @@ class RemoteReplica:
         if self._channel is None or not self._channel.alive():
             self.close()
             self._plans.clear()
+            self._placed = None
             self._number = 0
             self._channel = connect(
                 self._address, self._token, here=self._source, there=self.name, deadline=deadline, max_bytes=self._max

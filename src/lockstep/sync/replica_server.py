@@ -19,7 +19,7 @@ from lockstep.errors import SyncError
 from lockstep.sync.channel import MAX_MESSAGE_BYTES, Channel, Listener, Message
 from lockstep.sync.ends import renumbered
 from lockstep.sync.plan import SyncPlan
-from lockstep.sync.remote import SHORT_S, RemoteTransport
+from lockstep.sync.remote import RemoteTransport
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.transport import Deadline
 from lockstep.sync.wire import (
@@ -33,11 +33,13 @@ from lockstep.sync.wire import (
 from lockstep.types import PolicyVersion
 
 PLANS_KEPT = 4
+_ANSWER_S = 30.0  # until an answer is taken off our hands
 _FOREVER_S = 10 * 365 * 86400.0  # between two requests a sampler waits for as long as it takes
 
 
 class ReplicaServer:
-    """Answers for one replica, from `start` (or `with`) to `close`. address: where it listens."""
+    """Answers for one replica, from `start` (or `with`) to `close`. address: where it listens. last_failure: what the
+    last request that failed was answered, None if none did; the trainer that asked may be dead."""
 
     def __init__(
         self,
@@ -52,16 +54,17 @@ class ReplicaServer:
     ) -> None:
         """transport, numbers: those that the replica was given. allow_remote: as `Listener`."""
         self._replica, self._transport, self._numbers = replica, transport, dict(numbers)
+        self.last_failure: str | None = None
         self._listener = Listener(address, token, here=replica.name, allow_remote=allow_remote, max_bytes=max_bytes)
         self.address = self._listener.address
         self._plans: dict[str, SyncPlan] = {}
         self._busy = threading.Lock()
         self._working_on = "nothing"
         self._swap = threading.Lock()
+        self._open: set[Channel] = set()
         self._current: Channel | None = None
         self._sessions: list[str] = []  # of trainers, the last one's last
         self._started: PolicyVersion | None = None  # what was served when the last one came
-        self._closed = False
         self._acceptor = threading.Thread(target=self._accept, name=f"{replica.name} accepts", daemon=True)
 
     def start(self) -> ReplicaServer:
@@ -77,11 +80,9 @@ class ReplicaServer:
 
     def close(self) -> None:
         """Stop answering; the replica keeps what it serves."""
-        self._closed = True
         self._listener.close()
-        with self._swap:
-            if self._current is not None:
-                self._current.close()
+        for channel in list(self._open):
+            channel.close()
 
     def _accept(self) -> None:
         while (sock := self._listener.accept()) is not None:
@@ -91,15 +92,12 @@ class ReplicaServer:
         """One connection, from its greeting to its end. Whatever goes wrong with it is its end, and nobody else's."""
         with contextlib.suppress(SyncError):
             channel = self._listener.authenticate(sock)
-            with self._swap:
-                if self._closed:
-                    channel.close()
-                    return
-                if self._current is not None:
-                    self._current.close()
-                self._current = channel
-            with contextlib.closing(channel):
+            self._open.add(channel)
+            try:
                 self._converse(channel)
+            finally:
+                channel.close()
+                self._open.discard(channel)
 
     def _converse(self, channel: Channel) -> None:
         """Requests and answers by number, until the connection ends."""
@@ -119,10 +117,10 @@ class ReplicaServer:
         seconds, session, what = request.get("seconds"), request.get("session"), request.get("do")
         if not isinstance(seconds, int | float) or not 0 < seconds < _FOREVER_S or not isinstance(session, str):
             return {"error": f"a request needs a deadline and a session; got {seconds!r} seconds, session {session!r}"}
-        if self._superseded(session):
+        if self._superseded(session, channel):
             return {"error": "another trainer has taken over; this one must not publish any more"}
         deadline = Deadline.after(seconds)
-        calls: dict[object, Callable[[Channel, Message, Deadline], Message]] = {
+        calls: dict[str, Callable[[Channel, Message, Deadline], Message]] = {
             "active": self._do_active,
             "placed": self._do_placed,
             "plan": self._do_plan,
@@ -130,14 +128,15 @@ class ReplicaServer:
             "flip": self._do_flip,
             "discard": self._do_discard,
         }
-        if what not in calls:
-            return {"error": f"{what!r} is no request; expected one of {', '.join(map(str, calls))}"}
+        if not isinstance(what, str) or what not in calls:
+            return {"error": f"{what!r} is no request; expected one of {', '.join(calls)}"}
         try:
             return calls[what](channel, request, deadline)
         except SyncError as error:
-            return {"error": str(error).removeprefix("sync: ")}
+            self.last_failure = str(error).removeprefix("sync: ")
         except Exception as error:  # of an engine, say: the trainer must hear of it, and this process goes on
-            return {"error": f"{type(error).__name__}: {error}"}
+            self.last_failure = f"{type(error).__name__}: {error}"
+        return {"error": self.last_failure}
 
     def _do_active(self, channel: Channel, request: Message, deadline: Deadline) -> Message:
         return {"active": policy_to_json(self._replica.active)}
@@ -198,13 +197,20 @@ class ReplicaServer:
                 raise SyncError(f"sync: no plan {digest} is known here; send its description first")
             return self._plans[digest]
 
-    def _superseded(self, session: str) -> bool:
-        """Whether another trainer came after this one; a session that is new is the trainer's from now on."""
+    def _superseded(self, session: str, channel: Channel) -> bool:
+        """Whether another trainer came after this one. A session that is new is the trainer's from now on, and its last
+        connection the only one."""
         with self._swap:
             if session not in self._sessions:
                 self._sessions.append(session)
                 self._started = self._replica.active
-            return session != self._sessions[-1]
+            if session != self._sessions[-1]:
+                return True
+            if self._current is not channel:
+                if self._current is not None:
+                    self._current.close()
+                self._current = channel
+            return False
 
     def _check_order(self, policy: PolicyVersion) -> None:
         """A late offer is refused: versions only go up, and one number names one content; but not across trainers."""
@@ -230,4 +236,4 @@ class ReplicaServer:
 
 
 def _soon() -> Deadline:
-    return Deadline.after(SHORT_S)
+    return Deadline.after(_ANSWER_S)
