@@ -30,7 +30,19 @@ LAYERS = [
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PACKAGES_OF_ONE_LEVEL = {"sync", "rollout", "algorithms", "envs"}  # no arrows between these, except:
 SIDEWAYS = {("rollout", "sync")}
-NO_JAX = ("config", "types", "errors", "schema", "cli", "envs", "models.spec", "cluster.roles", "plan")
+NO_JAX = (
+    "config",
+    "types",
+    "errors",
+    "schema",
+    "cli",
+    "envs",
+    "models.spec",
+    "cluster.roles",
+    "cluster.cuts",
+    "sync.planner",
+    "plan",
+)
 HEAVY = {"jax", "jaxlib", "optax", "orbax"}
 
 

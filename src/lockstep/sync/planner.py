@@ -82,16 +82,7 @@ def make_plan(
         load_over_bound=max(1.0, busiest / max(receive_bytes, send_bytes)) if busiest else 1.0,
         seconds=max(timed.seconds(link), local_s),
         hash=_hash(work, ways, timed),
-        transfers=Listing(
-            mapping.targets,
-            work.members,
-            work.geometry.kinds,
-            cells,
-            ways,
-            timed,
-            work.devices,
-            work.geometry.sets.members,
-        ),
+        transfers=work.listing(cells, ways, timed),
     )
 
 
@@ -162,6 +153,11 @@ class _Work:
                 self._counts[m.kind][1] * kind.wire_bytes for m, kind in zip(members, kinds, strict=True)
             ),
         )
+
+    def listing(self, cells: lanes.Cells, ways: lanes.Lanes, timed: rounds.Schedule) -> Listing:
+        """What lists the transfers."""
+        kinds, sets = self.geometry.kinds, self.geometry.sets.members
+        return Listing(self.mapping.targets, self.members, kinds, cells, ways, timed, self.devices, sets)
 
     def new_bytes(self) -> int:
         """Most bytes of new buffers on one device."""
