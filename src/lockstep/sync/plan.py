@@ -95,8 +95,9 @@ class LeafPlan:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds that no plan can beat under the link model: what the busiest receiver must take in, what the best
-    balanced senders must give out, what the bisection lets through."""
+    """Seconds that no plan can beat under the link model, as long as devices take in only what they need: what the
+    busiest receiver must take in, what the best balanced senders must give out (with or without relays, as was asked),
+    what the bisection lets through."""
 
     receive_s: float
     send_s: float
