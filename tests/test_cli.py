@@ -146,6 +146,13 @@ WRONG = [
     (["keys", "run", "--optim.lr=1"], "unrecognized arguments: --optim.lr=1"),
     (["export", "run", "--to", "x"], "error: run does not exist"),
     (["generate", "run", "--prompt", "x"], "error: 'run' is neither a known model"),
+    (
+        ["generate", "kimi-k2", "--prompt", "x"],
+        "error: lockstep can plan kimi-k2 (family 'deepseek_v3') but not run it",
+    ),
+    (["run", DEMO, "--model.name", "llama-3.1-8b"], "error: 'llama-3.1-8b' is a configuration without weights"),
+    (["run", DEMO, "--dry-run", "--model.name", "mixtral-8x7b"], "error: lockstep can plan mixtral-8x7b"),
+    (["models", "fetch", "llama-3.1-8b"], "error: 'llama-3.1-8b' is a configuration without weights"),
 ]
 
 
@@ -190,6 +197,7 @@ def test_models_are_listed(lockstep) -> None:
     for words in (["models"], ["models", "list"]):
         code, out, _ = lockstep(*words)
         assert code == 0 and out.startswith("smollm2-135m: ")
+        assert "llama-3.1-8b: meta-llama/Llama-3.1-8B, 8.0 B parameters; configuration only: for `lockstep plan`" in out
 
 
 def test_a_model_that_is_not_there_does_not_check(lockstep, tmp_path, monkeypatch) -> None:
