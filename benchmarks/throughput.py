@@ -45,8 +45,7 @@ def make_cluster(mode: str) -> Any:
     overrides = ["--numerics.mode", mode, "--task.max_prompt_tokens", str(PROMPT_TOKENS)]
     overrides += ["--rollout.max_new_tokens", str(NEW_TOKENS), "--train.micro_batch_rows", "4096"]
     cluster = build(load_config(ROOT / "recipes" / "addition.toml", overrides))
-    cluster.installed, receipt = cluster.sync.push(0, cluster.trainer.trainable, cluster.installed)
-    cluster.engine.install(receipt.policy, {**cluster.rollout_frozen, **cluster.installed})
+    cluster.sync.push(0, cluster.trainer.trainable)
     return cluster
 
 

@@ -34,6 +34,7 @@ from lockstep.sections import (
     Role,
     RolloutConfig,
     RunConfig,
+    SyncConfig,
     TaskConfig,
     TrainConfig,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Role",
     "RolloutConfig",
     "RunConfig",
+    "SyncConfig",
     "TaskConfig",
     "TrainConfig",
     "load_config",
@@ -74,6 +76,7 @@ class Config(Section):
     optim: OptimConfig = key(OptimConfig(), "How gradients become weights.")
     train: TrainConfig = key(TrainConfig(), "What a training step trains on, and in what pieces.")
     numerics: NumericsConfig = key(NumericsConfig(), "How exactly trainer and sampler agree.")
+    sync: SyncConfig = key(SyncConfig(), "How the trained weights get to the sampler.")
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:

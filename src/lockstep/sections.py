@@ -389,6 +389,20 @@ class TrainConfig(Section):
     save_trajectories: Bool = key(True, "Write every step's trajectories to `trajectories/` (Parquet).")
 
 
+class SyncConfig(Section):
+    """How the trained weights get to the sampler. None of it changes a number of the run: what arrives is verified bit
+    for bit."""
+
+    staging_mib: Int = key(256, "Most that a device sends, or receives, at a time (MiB).", ge=1)
+    deadline_s: Float = key(600.0, "Seconds that one sync may take; then it fails, and says who waited for whom.", gt=0)
+    on_failure: Literal["abort", "evict"] = key(
+        "abort", "A replica that fails: abort publishes nothing; evict drops it, says so, and publishes to the others."
+    )
+    probe_sequences: Int = key(
+        2, "Token sequences that trainer and sampler must score alike before a version is served; 0: none.", ge=0
+    )
+
+
 class NumericsConfig(Section):
     mode: Literal["exact", "fast"] = key(
         "exact",

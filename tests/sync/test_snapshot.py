@@ -7,8 +7,8 @@ from lockstep.cluster.mesh import Dial
 from lockstep.cluster.sharding import place, shardings
 from lockstep.errors import SyncError
 from lockstep.models.spec import Leaf
+from lockstep.sync.arrays import shared_devices
 from lockstep.sync.snapshot import Snapshot
-from lockstep.sync.transfer import shared_devices
 from lockstep.sync.verify import leaf_digests
 from lockstep.types import PolicyVersion
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.errors import ConfigError
 
 PINNED_HOST = "pinned_host"
-ALIGNMENT = 64  # bytes; host memory aligned so is adopted by the CPU client, other memory is copied
+_ALIGNMENT = 64  # bytes; host memory aligned so is adopted by the CPU client, other memory is copied
 
 # XLA's CPU client aborts the whole process when one device waits 40 s for another in a collective. Simulated devices
 # share few cores, so a large step on a busy machine gets there without anything being wrong.
@@ -104,26 +107,81 @@ def in_host_memory(devices: Sequence[jax.Device]) -> bool:
 
 
 def host_view(array: jax.Array) -> np.ndarray:
-    """The very memory of an array on one device for which `in_host_memory` holds, read-only; waits until it is there.
+    """The very memory of an array on one device for which `in_host_memory` holds, read-only; wait for the array first.
 
     The view keeps nothing alive: hold `array` for as long as the view is read. (A view that jax makes itself would keep
     the buffer from being donated for as long as the array lives.)
     """
-    jax.block_until_ready(array)
     if not array.size:
         return np.empty(array.shape, array.dtype)
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    view = np.ctypeslib.as_array(memory).view(array.dtype).reshape(array.shape)
+    view: np.ndarray = np.ndarray(array.shape, array.dtype, memoryview(memory))
     view.flags.writeable = False
     return view
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Fresh host memory that jax's CPU client adopts instead of copying it. Its content is undefined."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
+class HostMemory:
+    """Host memory that jax's CPU client adopts instead of copying it, used again once nothing reads it any more.
+
+    Fresh memory costs more than the copy into it (the system clears every page). What a sampler installs is freed when
+    the next version takes over, and serves the one after that: from the third on, nothing is allocated.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+        self.allocated = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A buffer of undefined content. Its memory comes back when the last view of it is gone."""
+        size = math.prod(shape) * dtype.itemsize
+        free = self._free.get(size)
+        if free:
+            raw = free.pop()
+        else:
+            raw = np.empty(size + _ALIGNMENT, np.uint8)
+            self.allocated += raw.nbytes
+        lease = _Lease(raw, -raw.ctypes.data % _ALIGNMENT, size)
+        # Views of an array refer to what owns its memory, past all arrays in between: that is the lease.
+        weakref.finalize(lease, self._free.setdefault(size, []).append, raw).atexit = False
+        return np.asarray(lease).view(dtype).reshape(shape)
+
+    def trim(self) -> None:
+        """Give what is free back to the system."""
+        for buffers in self._free.values():
+            self.allocated -= sum(raw.nbytes for raw in buffers)
+            buffers.clear()
+
+
+class _Lease:
+    """Owner of a part of a buffer, as numpy sees it."""
+
+    def __init__(self, raw: np.ndarray, start: int, size: int) -> None:
+        self._raw = raw
+        self.__array_interface__ = {
+            "data": (raw.ctypes.data + start, False), "shape": (size,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+
+def adopt(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, np.ndarray]) -> jax.Array:
+    """The array whose shards are these buffers (all of one shape), in their very memory where it is aligned host memory
+    and the devices are the host's."""
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    part = parts[devices[0]].shape
+    if not part or not math.prod(part):
+        shards = jax.device_put([parts[device] for device in devices], devices)
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    # Laid end to end, every part has an index of its own; under the real sharding replicas share one, and jax would
+    # ask for only one of them.
+    line = NamedSharding(Mesh(np.array(devices), ("part",)), PartitionSpec("part"))
+    rows = part[0]
+
+    def part_at(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return parts[devices[(index[0].start or 0) // rows]]
+
+    stacked = jax.make_array_from_callback((len(devices) * rows, *part[1:]), line, part_at)
+    shards = {shard.device: shard.data for shard in stacked.addressable_shards}
+    return jax.make_array_from_single_device_arrays(shape, sharding, [shards[device] for device in devices])
 
 
 def enable_compilation_cache(path: str | Path) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from lockstep.cluster.devices import PINNED_HOST, default_memory
 from lockstep.cluster.sharding import describe_layout, mesh_order
 from lockstep.errors import SyncError
-from lockstep.sync.layout import Box, Layout, MeshShape
+from lockstep.sync.layout import Layout, MeshShape
 from lockstep.sync.plan import Placed
 
 
@@ -68,14 +68,6 @@ def device_numbers(shardings: Iterable[Sharding]) -> dict[int, jax.Device]:
     return {device.id: device for sharding in distinct.values() for device in mesh_order(sharding)}
 
 
-def boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:
-    """device -> the box of the leaf that it holds."""
-    return {
-        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        for device, index in sharding.devices_indices_map(shape).items()
-    }
-
-
 def shared_devices(a: jax.Array, b: jax.Array) -> set[jax.Device]:
     """Devices on which the two arrays are one buffer."""
     held = {shard.device: shard.data.unsafe_buffer_pointer() for shard in a.addressable_shards}
@@ -107,6 +99,14 @@ def detached(placed: jax.Array, source: jax.Array) -> jax.Array:
         return placed
     shards = [s.data.copy() if s.device in shared else s.data for s in placed.addressable_shards]
     return jax.make_array_from_single_device_arrays(placed.shape, placed.sharding, shards)
+
+
+def in_default_memory(array: jax.Array) -> jax.Array:
+    """`array` where its devices compute: itself unless it was put into host memory."""
+    kind = default_memory(next(iter(array.sharding.device_set)))
+    if array.sharding.memory_kind in (None, kind):
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind(kind))
 
 
 def copy(leaf: jax.Array, destination: Sharding) -> jax.Array:

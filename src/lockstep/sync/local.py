@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
 from jax.sharding import Sharding
 
-from lockstep.cluster.devices import in_host_memory
+from lockstep.cluster.devices import HostMemory, in_host_memory
 from lockstep.cluster.sharding import describe_layout
 from lockstep.errors import SyncError
 from lockstep.sync import local_device, local_host
@@ -43,13 +44,15 @@ class _Sent:
 
 class LocalTransport:
     """Both sides in one process; device numbers are jax's ids. way: `host` copies regions from memory to memory where
-    devices are the host's own memory, `device` works everywhere; default: what the devices allow."""
+    devices are the host's own memory, `device` works everywhere; default: what the devices allow. memory: buffers of the
+    first way."""
 
     name = "local"
 
     def __init__(self, way: Way | None = None) -> None:
         self._way = way
         self._sent: dict[int, dict[str, _Sent]] = {}
+        self.memory = HostMemory()
         self._prepared: tuple[str, Prepared] | None = None
 
     def send(
@@ -139,7 +142,7 @@ class LocalTransport:
             used = {d for leaf in source.values() for d in leaf.sharding.device_set}
             used |= {d for sharding in destination.values() for d in sharding.device_set}
             way = "host" if in_host_memory(list(used)) else "device"
-        return local_host.carry_out if way == "host" else local_device.carry_out
+        return partial(local_host.carry_out, memory=self.memory) if way == "host" else local_device.carry_out
 
     @staticmethod
     def _require_planned(plan: SyncPlan, destination: Mapping[str, Sharding]) -> None:

@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import Sharding
 
 from lockstep.cluster.devices import default_memory
-from lockstep.sync.moves import Move, Prepared, Shape, covers
+from lockstep.sync.arrays import in_default_memory
+from lockstep.sync.moves import Move, Prepared, Shape, Span, covers
 from lockstep.sync.plan import SyncPlan
 
 Parts = dict[int, jax.Array]
@@ -53,14 +54,6 @@ def carry_out(
     }
 
 
-def in_default_memory(array: jax.Array) -> jax.Array:
-    """`array` where its devices compute: itself unless it was put into host memory."""
-    kind = default_memory(next(iter(array.sharding.device_set)))
-    if array.sharding.memory_kind in (None, kind):
-        return array
-    return jax.device_put(array, array.sharding.with_memory_kind(kind))
-
-
 def to_wire(array: jax.Array, dtype: str) -> jax.Array:
     """`array` in the type that crosses, cast where it is; itself where it has that type."""
     return array if array.dtype.name == dtype else _cast(array, dtype)
@@ -73,13 +66,19 @@ def _cast(array: jax.Array, dtype: str) -> jax.Array:
 
 def cut(held: jax.Array, move: Move, wire: str) -> jax.Array:
     """What moves, on the sender, in the type that crosses; on buffers that nobody else has unless it is sent away."""
-    if covers(move.read, held.shape) and move.straight:
+    if covers(move.read, held.shape) and move.aligned:
         if held.dtype.name != wire:
             return _cast(held, wire)
         # device_put would hand back the very shard.
         return held.copy() if move.sender == move.receiver else held
-    starts, sizes, steps = zip(*move.read, strict=True)
-    return _slice(held, np.array(starts, np.int32), sizes, steps, move.drop, move.order, move.shape, wire)
+    starts, sizes, steps = _columns(move.read)
+    return _slice(held, starts, sizes, steps, move.drop, move.order, move.shape, wire)
+
+
+def _columns(span: Span) -> tuple[np.ndarray, Shape, Shape]:
+    """Starts (values, so that the boxes of a leaf share a program), sizes, steps."""
+    starts = np.array([start for start, _, _ in span], np.int32)
+    return starts, tuple(size for _, size, _ in span), tuple(step for _, _, step in span)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))
@@ -93,7 +92,6 @@ def _slice(
     shape: Shape,
     dtype: str,
 ) -> jax.Array:
-    """Starts are values, not constants, so that the boxes of a leaf share a program."""
     extents = [(size - 1) * step + 1 for size, step in zip(sizes, steps, strict=True)]
     block = lax.dynamic_slice(held, list(starts), extents)
     block = block[tuple(slice(None, None, step) for step in steps)]
@@ -108,8 +106,8 @@ def put_in(parts: Parts, move: Move, block: jax.Array, shape: Shape, dtype: str)
     if move.receiver not in parts:
         (device,) = block.devices()
         parts[move.receiver] = jnp.zeros(shape, dtype, device=device)
-    starts, sizes, steps = zip(*move.write, strict=True)
-    parts[move.receiver] = _write(parts[move.receiver], block, np.array(starts, np.int32), sizes, steps)
+    starts, sizes, steps = _columns(move.write)
+    parts[move.receiver] = _write(parts[move.receiver], block, starts, sizes, steps)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)

@@ -1,27 +1,30 @@
 """Carrying out a plan where devices are memory of this process: each region is copied once, by the host.
 
-Regions are read from zero-copy views of the source's shards and written into fresh aligned memory, which jax then
-adopts. Nothing is staged in between. `local_device` is the way that works everywhere and this one's slow twin.
+Regions are read from zero-copy views of the source's shards and written into memory of our own, which jax then adopts.
+Nothing is staged in between. `local_device` is the way that works everywhere and this one's slow twin.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from lockstep.cluster.devices import aligned_empty, default_memory, host_view
+from lockstep.cluster.devices import HostMemory, adopt, default_memory, host_view
 from lockstep.sync.local_device import to_wire
-from lockstep.sync.moves import Move, Prepared, Shape, slices
+from lockstep.sync.moves import Move, Prepared, Shape
 from lockstep.sync.plan import SyncPlan
 
-CHUNK_BYTES = 4 << 20  # per copy: small enough to share among threads evenly
 THREADED_BYTES = 1 << 20  # less is done sooner by one thread
+EVENNESS = 8  # no copy is more than this fraction of a thread's share
+
+_BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 Copy = tuple[np.ndarray, np.ndarray]
 """(destination, source), views of equal shape."""
@@ -35,22 +38,24 @@ def carry_out(
     numbers: Mapping[int, jax.Device],
     moved: Callable[[Move, int], None],
     check: Callable[[], None],
+    memory: HostMemory,
 ) -> dict[str, jax.Array]:
     """Every leaf that the plan writes, in buffers of its own. moved: told of each move, and the bytes it had. check:
-    called between rounds; raises when there is no time left."""
-    parts = {path: _fresh(plan, prepared, path) for path in prepared.parts}
-    with ThreadPoolExecutor(_threads()) as pool:
+    called between rounds; raises when there is no time left. memory: where the buffers come from."""
+    parts = {path: _fresh(plan, prepared, path, memory) for path in prepared.parts}
+    threads = _threads()
+    with ThreadPoolExecutor(threads) as pool:
         for moves in prepared.rounds:
             check()
             wires = _Wires(plan, source)
             copies: list[Copy] = []
             for move in moves:
                 block = move.turn(wires.read(move) if not move.relay else _relayed(plan, parts, move))
-                copies.append((parts[move.target][move.receiver][slices(move.write)], block))
+                copies.append((parts[move.target][move.receiver][move.write_at], block))
                 moved(move, block.nbytes)
-            _copy_all(pool, copies)
+            _copy_all(pool, threads, copies)
     return {
-        path: adopt(plan.leaves[path].shape, destination[path], buffers, numbers) for path, buffers in parts.items()
+        path: _adopted(plan.leaves[path].shape, destination[path], buffers, numbers) for path, buffers in parts.items()
     }
 
 
@@ -64,20 +69,20 @@ class _Wires:
     def read(self, move: Move) -> np.ndarray:
         key = (move.source, self._plan.leaves[move.target].wire_dtype)
         if key not in self._shards:
-            array = to_wire(self._source[move.source], key[1])
+            array = jax.block_until_ready(to_wire(self._source[move.source], key[1]))
             self._shards[key] = {s.device.id: (s.data, host_view(s.data)) for s in array.addressable_shards}
-        return self._shards[key][move.sender][1][slices(move.read)]
+        return self._shards[key][move.sender][1][move.read_at]
 
 
 def _relayed(plan: SyncPlan, parts: Mapping[str, Mapping[int, np.ndarray]], move: Move) -> np.ndarray:
     """What the sender got in an earlier round, in the type that crosses."""
-    return parts[move.target][move.sender][slices(move.read)].astype(plan.leaves[move.target].wire_dtype, copy=False)
+    return parts[move.target][move.sender][move.read_at].astype(plan.leaves[move.target].wire_dtype, copy=False)
 
 
-def _fresh(plan: SyncPlan, prepared: Prepared, path: str) -> dict[int, np.ndarray]:
+def _fresh(plan: SyncPlan, prepared: Prepared, path: str, memory: HostMemory) -> dict[int, np.ndarray]:
     found = {}
     for number, shape in prepared.parts[path].items():
-        found[number] = aligned_empty(shape, np.dtype(plan.leaves[path].dtype))
+        found[number] = memory.empty(shape, np.dtype(plan.leaves[path].dtype))
         if path in prepared.fills:
             found[number].fill(0)
     return found
@@ -87,28 +92,38 @@ def _threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def _copy_all(pool: ThreadPoolExecutor, copies: list[Copy]) -> None:
-    if sum(into.nbytes for into, _ in copies) < THREADED_BYTES:
-        for pair in copies:
-            _copy(pair)
+def _copy_all(pool: ThreadPoolExecutor, threads: int, copies: list[Copy]) -> None:
+    """Every copy; with threads, largest first, each to the one that has least to do."""
+    total = sum(into.nbytes for into, _ in copies)
+    if threads == 1 or total < THREADED_BYTES:
+        _copy_some(copies)
         return
-    for _ in pool.map(_copy, (chunk for pair in copies for chunk in _chunks(*pair))):
+    most = max(1, total // (threads * EVENNESS))
+    pieces = [chunk for pair in copies for chunk in _chunks(*pair, most)]
+    pieces.sort(key=lambda pair: -pair[0].nbytes)
+    shares: list[list[Copy]] = [[] for _ in range(threads)]
+    loads = [(0, i) for i in range(threads)]
+    for pair in pieces:
+        load, i = heapq.heappop(loads)
+        shares[i].append(pair)
+        heapq.heappush(loads, (load + pair[0].nbytes, i))
+    for _ in pool.map(_copy_some, shares):
         pass
 
 
-def _copy(pair: Copy) -> None:
-    into, source = pair
-    if into.dtype == source.dtype:
-        # As integers: numpy copies types that it does not know itself element by element, holding the interpreter.
-        bits = f"u{into.dtype.itemsize}"
-        into, source = into.view(bits), source.view(bits)
-    np.copyto(into, source, casting="unsafe")
+def _copy_some(copies: Iterable[Copy]) -> None:
+    for into, source in copies:
+        if into.dtype == source.dtype:
+            # As integers: numpy copies types that it does not know element by element, holding the interpreter.
+            bits = _BITS[into.dtype.itemsize]
+            into, source = into.view(bits), source.view(bits)
+        np.copyto(into, source, casting="unsafe")
 
 
-def _chunks(into: np.ndarray, source: np.ndarray) -> Iterator[Copy]:
-    """The copy in pieces of about CHUNK_BYTES, cut along the first dim."""
+def _chunks(into: np.ndarray, source: np.ndarray, most: int) -> Iterator[Copy]:
+    """The copy in pieces of at most about `most` bytes, cut along the first dim."""
     rows = into.shape[0] if into.ndim else 1
-    count = min(rows, -(-into.nbytes // CHUNK_BYTES))
+    count = min(rows, -(-into.nbytes // most))
     if count <= 1:
         yield into, source
         return
@@ -117,22 +132,12 @@ def _chunks(into: np.ndarray, source: np.ndarray) -> Iterator[Copy]:
         yield into[start:stop], source[start:stop]
 
 
-def adopt(
+def _adopted(
     shape: Shape, sharding: Sharding, parts: Mapping[int, np.ndarray], numbers: Mapping[int, jax.Device]
 ) -> jax.Array:
-    """The array whose shards are these buffers (by device number), without copying where jax allows it."""
+    """The array whose shards are these buffers."""
     buffers = {numbers[number]: buffer for number, buffer in parts.items()}
     kind = default_memory(next(iter(buffers)))
-    if sharding.memory_kind not in (None, kind):
-        at_home = adopt(shape, sharding.with_memory_kind(kind), parts, numbers)
-        return jax.device_put(at_home, sharding)
-    # By far the fastest way in, but it says neither in which order it asks nor that it asks for every replica.
-    order, first = iter(sharding.addressable_devices_indices_map(shape)), next(iter(buffers))
-    if not sharding.is_fully_replicated:
-        array = jax.make_array_from_callback(shape, sharding, lambda _: buffers[next(order, first)])
-        got = {s.device: s.data.unsafe_buffer_pointer() for s in array.addressable_shards}
-        if all(got[device] == buffer.ctypes.data for device, buffer in buffers.items() if buffer.size):
-            return array
-    devices = list(sharding.addressable_devices_indices_map(shape))
-    shards = jax.device_put([buffers[device] for device in devices], devices)
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    if sharding.memory_kind in (None, kind):
+        return adopt(shape, sharding, buffers)
+    return jax.device_put(adopt(shape, sharding.with_memory_kind(kind), buffers), sharding)

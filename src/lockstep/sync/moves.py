@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import EllipsisType
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from lockstep.sync.mapping import Piece
 from lockstep.sync.plan import Placed, Region, SyncPlan, Transfer
 
 Shape = tuple[int, ...]
+Index = tuple[slice | EllipsisType, ...]
 Span = tuple[tuple[int, int, int], ...]
 """A strided part of a part: (start, size, step) per dim."""
 
@@ -46,15 +49,27 @@ class Move:
         """Shape of what moves, dims as in the target."""
         return tuple(size for _, size, _ in self.write)
 
-    @property
-    def straight(self) -> bool:
-        """Whether dims are as in the source and no steps are taken: what is read is a plain box."""
-        return not self.drop and all(self.expand) and self.order == tuple(range(len(self.order))) and is_box(self.read)
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether the target's dims are the source's."""
+        return not self.drop and all(self.expand) and self.order == tuple(range(len(self.order)))
+
+    @cached_property
+    def read_at(self) -> Index:
+        """To index the sender's part with."""
+        return slices(self.read)
+
+    @cached_property
+    def write_at(self) -> Index:
+        """To index the receiver's part with."""
+        return slices(self.write)
 
     def turn(self, block: np.ndarray) -> np.ndarray:
         """What was read, with the target's dims: a view."""
-        kept = block[tuple(0 if dim in self.drop else slice(None) for dim in range(block.ndim))]
-        return kept.transpose(self.order)[tuple(slice(None) if old else None for old in self.expand)]
+        if self.aligned:
+            return block
+        kept = block[(*(0 if dim in self.drop else slice(None) for dim in range(block.ndim)), ...)]
+        return kept.transpose(self.order)[(*(slice(None) if old else None for old in self.expand), ...)]
 
 
 @dataclass(frozen=True)
@@ -146,9 +161,9 @@ def is_box(span: Span) -> bool:
     return all(step == 1 or size == 1 for _, size, step in span)
 
 
-def slices(span: Span) -> tuple[slice, ...]:
-    """To index an array with."""
-    return tuple(slice(start, start + (size - 1) * step + 1, step) for start, size, step in span)
+def slices(span: Span) -> Index:
+    """To index an array with; the ellipsis keeps a scalar's view a view."""
+    return (*(slice(start, start + (size - 1) * step + 1, step) for start, size, step in span), ...)
 
 
 def covers(span: Span, shape: Shape) -> bool:

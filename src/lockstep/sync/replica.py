@@ -18,13 +18,13 @@ from jax.sharding import Sharding
 
 from lockstep.cluster.sharding import describe_layout
 from lockstep.errors import SyncError
-from lockstep.sync.arrays import device_numbers, layout_of, shared_devices, written_bytes
+from lockstep.sync.arrays import device_numbers, in_default_memory, layout_of, shared_devices, written_bytes
 from lockstep.sync.plan import Placed, SyncPlan
-from lockstep.sync.probe import check as check_probe
+from lockstep.sync.probe import check_probe
 from lockstep.sync.publish import Offer, StageReport
 from lockstep.sync.select import check_names
 from lockstep.sync.transport import Deadline, Transport
-from lockstep.sync.verify import check_same, kind_of, start_digests
+from lockstep.sync.verify import check_same, kind_of, leaf_digests
 from lockstep.types import PolicyVersion
 
 Install = Callable[[PolicyVersion, Mapping[str, jax.Array]], None]
@@ -69,8 +69,9 @@ class LocalReplica:
         self.name = name
         self.destination = dict(destination)
         self.digested: Mapping[str, jax.Array] = {}
-        self._transport, self._install, self._score, self._source = transport, install, score, source
-        self._numbers = device_numbers(destination.values()) if numbers is None else dict(numbers)
+        self.transport = transport
+        self._install, self._score, self._source = install, score, source
+        self._numbers = numbers
         self._installed = dict(installed)
         self._forms = {path: (leaf.shape, leaf.dtype.name) for path, leaf in installed.items()}
         self._active: PolicyVersion | None = None
@@ -111,7 +112,8 @@ class LocalReplica:
             self._staged, mine = None, self._attempts
         clock = [time.perf_counter()]
         plan, digested = offer.plan, self.digested
-        staged = self._transport.receive(offer.policy.number, plan, self.destination, self._numbers, deadline)
+        numbers = device_numbers(self.destination.values()) if self._numbers is None else self._numbers
+        staged = self.transport.receive(offer.policy.number, plan, self.destination, numbers, deadline)
         self._check_staged(plan, staged.tree)
         clock.append(time.perf_counter())
         digests = self._digests(offer, digested, staged.tree)
@@ -184,7 +186,7 @@ class LocalReplica:
             and path in offer.digests
             and len(shared_devices(digested[path], leaf)) == len(leaf.sharding.device_set)
         }
-        return same | start_digests({path: leaf for path, leaf in staged.items() if path not in same})()
+        return same | leaf_digests({path: in_default_memory(leaf) for path, leaf in staged.items() if path not in same})
 
     def _probe(self, offer: Offer, staged: Mapping[str, jax.Array]) -> int:
         if offer.probe is None:

@@ -14,8 +14,8 @@ from jax.sharding import Sharding
 
 from lockstep.cluster.devices import default_memory, memory_kinds, snapshot_memory
 from lockstep.errors import SyncError
+from lockstep.sync.arrays import copy
 from lockstep.sync.select import listed
-from lockstep.sync.transfer import copy
 from lockstep.types import PolicyVersion
 
 

@@ -1,139 +1,145 @@
-"""One weight sync: select -> plan -> stage -> verify -> publish, all or nothing.
+"""One weight sync: select -> map -> plan -> stage -> transfer -> verify -> probe -> flip, all or nothing.
 
-    sync = WeightSync(trainable, shardings(trainable, dial.mesh("rollout")), base=leaf_digests(base))
-    adapter, receipt = sync.push(counters.version + 1, actor_adapter, rollout_adapter)
+    sync = WeightSync(trainable, [Route(replica, replica.transport, replica.placed)], base=leaf_digests(base))
+    receipt = sync.push(counters.version + 1, actor_adapter)
     counters = counters.published(receipt)
 
-The new tree is staged beside the installed one. It is handed out only after every leaf's digest, computed from the
-staged arrays on the destination devices, equals the source's. The installed dict is never written.
+The new weights are staged beside those being served. They are served only after every leaf's digest, computed from the
+staged arrays on the destination devices, equals the sender's, the bytes that moved are those of the plan, and the probe
+came out alike.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
-from jax.sharding import Sharding
 
-from lockstep.cluster.sharding import describe_layout, describe_mesh
+from lockstep.cluster.sharding import describe_layout, device_ranges
 from lockstep.errors import SyncError
 from lockstep.models.spec import Leaf
-from lockstep.sync.select import check_names, listed, select
-from lockstep.sync.transfer import LeafMove, LocalTransport, Transport, plan_leaf, shared_devices, written_bytes
-from lockstep.sync.verify import check_same, kind_of, policy_digest, start_digests
+from lockstep.sync.arrays import device_numbers, in_default_memory, placed, require_live
+from lockstep.sync.certificate import check as check_plan
+from lockstep.sync.layout import Layout
+from lockstep.sync.mapping import FormatMap, whole
+from lockstep.sync.plan import LinkModel, Placed, SyncPlan
+from lockstep.sync.planner import make_plan
+from lockstep.sync.publish import Offer, OnFailure, Probe, Published, Publisher, Replica
+from lockstep.sync.receipt import SyncReceipt
+from lockstep.sync.replica import LocalReplica
+from lockstep.sync.select import check_names, select
+from lockstep.sync.transport import Deadline, Transport
+from lockstep.sync.verify import kind_of, leaf_digests, policy_digest, start_source_digests, tree_digest
 from lockstep.types import PolicyVersion
 
-
-@dataclass(frozen=True)
-class SyncReceipt:
-    """What one sync did. Bytes count replicas, except bytes_selected; seconds are wall-clock.
-
-    version, digest: the published policy (digest over base and trainable weights). syncs: how many syncs of this pair
-    moved bytes so far, this one included. bytes_selected: of the trainable leaves, once. bytes_planned and bytes_moved:
-    written into new destination buffers, as computed beforehand and as read off the buffers afterwards. bytes_crossing:
-    those of the planned that their device did not hold. same_buffers: every destination leaf is the source's buffer, so
-    nothing ran. seconds: `select` (checks and plan), `stage`, `verify`. leaf_digests: of the trainable leaves.
-    """
-
-    version: int
-    digest: str
-    source: str
-    destination: str
-    source_layout: str
-    destination_layout: str
-    syncs: int
-    leaves: int
-    bytes_selected: int
-    bytes_planned: int
-    bytes_moved: int
-    bytes_crossing: int
-    same_buffers: bool
-    seconds: Mapping[str, float]
-    leaf_digests: Mapping[str, str]
-
-    @property
-    def policy(self) -> PolicyVersion:
-        """The version that this sync published."""
-        return PolicyVersion(self.version, self.digest)
-
-    def to_json(self) -> str:
-        """One line: every field but the digests of the single leaves, which the policy's digest is made from."""
-        return json.dumps({k: v for k, v in asdict(self).items() if k != "leaf_digests"})
+PHASES = ("select", "map", "stage", "transfer", "verify", "probe", "flip")
+LINKS_SHOWN = 16  # on a receipt; the plan has them all
 
 
 @dataclass(frozen=True)
-class Counters:
-    """Three numbers that are easily taken for one. step: optimizer steps done. version: number of the published policy.
-    syncs: syncs that moved bytes (none when actor and rollout hold the same arrays)."""
+class Route:
+    """How the weights get to one replica. transport: the sending side's. destination: what the replica holds, asked on
+    every push. mapping: what becomes what; None where names, shapes and dtypes are equal."""
 
-    step: int = 0
-    version: int = 0
-    syncs: int = 0
+    replica: Replica
+    transport: Transport
+    destination: Callable[[], Mapping[str, Placed]]
+    mapping: FormatMap | None = None
 
-    def stepped(self) -> Counters:
-        """After an optimizer step."""
-        return replace(self, step=self.step + 1)
+    @classmethod
+    def local(cls, replica: LocalReplica, mapping: FormatMap | None = None) -> Route:
+        """To a replica in this process, over its own transport."""
+        return cls(replica, replica.transport, replica.placed, mapping)
 
-    def published(self, receipt: SyncReceipt) -> Counters:
-        """After a verified sync."""
-        return replace(self, version=receipt.version, syncs=self.syncs + (not receipt.same_buffers))
+
+@dataclass
+class _Planned:
+    """The last plan of a route, and what it was made for."""
+
+    source: Mapping[str, Placed]
+    destination: Mapping[str, Placed]
+    plan: SyncPlan
+
+
+@dataclass
+class _Clock:
+    """Seconds per phase; time that no phase claims goes to the one that is on."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _since: float = field(default_factory=time.perf_counter)
+
+    def lap(self, phase: str) -> None:
+        """What passed since the last call belongs to `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
 
 
 class WeightSync:
-    """Takes the trainable weights of one role to another, version by version.
+    """Takes the trainable weights of one role to its replicas, version by version.
 
-    Whether anything has to move is decided anew on every push, from the layouts the arrays have then.
+    Whether anything has to move is decided anew on every push, from the layouts that the arrays have then; the plan is
+    made anew when these have changed.
     """
 
     def __init__(
         self,
         leaves: Mapping[str, Leaf],
-        destination: Mapping[str, Sharding],
+        routes: Sequence[Route],
         *,
         base: Mapping[str, str],
         source_role: str = "actor",
         destination_role: str = "rollout",
-        transport: Transport | None = None,
+        on_failure: OnFailure = "abort",
+        deadline_s: float = 600.0,
+        staging_bytes: int = 256 << 20,
+        link: LinkModel | None = None,
+        probe: Callable[[Mapping[str, jax.Array]], Probe] | None = None,
     ) -> None:
-        """leaves: the table of what trains (`select.trainable_leaves`). destination: sharding of each of them there
-        (`cluster.sharding.shardings`). base: leaf digests of the frozen weights, which every policy digest covers;
-        empty when all weights train.
+        """leaves: the table of what trains (`select.trainable_leaves`). base: leaf digests of the frozen weights, which
+        every policy digest covers; empty when all weights train. on_failure: as `Publisher`. deadline_s: for one push.
+        staging_bytes: most that a device sends or receives in one round. probe: makes one from the source's weights; it
+        is asked only when bytes move, because the very same arrays need none.
 
-        Raises SyncError if a leaf has no destination, or the destination has a leaf that does not train.
+        Raises SyncError without replicas, for a name twice, or if a replica without a map holds other leaves than
+        those that train.
         """
-        check_names(destination, leaves, f"table of destination shardings of {destination_role}")
         self._leaves = dict(leaves)
-        self._destination = dict(destination)
-        self._base = dict(base)
         self._roles = (source_role, destination_role)
-        self._transport = LocalTransport() if transport is None else transport
+        for route in routes:
+            if route.mapping is None:
+                check_names(route.destination(), leaves, f"table of destination shardings of {route.replica.name}")
+        self._routes = {route.replica.name: route for route in routes}
+        self.publisher = Publisher([route.replica for route in routes], on_failure=on_failure, source=source_role)
+        self._base = dict(base)
+        self._deadline_s, self._staging_bytes, self._link = deadline_s, staging_bytes, link or LinkModel()
+        self._probe = probe
+        self._planned: dict[str, _Planned] = {}
         self._published: PolicyVersion | None = None
         self._failure: str | None = None
         self._syncs = 0
 
     @property
     def published(self) -> PolicyVersion | None:
-        """The last version that a push returned; None before the first."""
+        """The last version that a push published; None before the first."""
         return self._published
 
     def reset(self) -> None:
         """Make the object usable again after a failed push. The published version stays; push the weights anew."""
         self._failure = None
 
-    def push(
-        self, version_number: int, trainable: Mapping[str, jax.Array], installed: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], SyncReceipt]:
-        """Place `trainable` where `installed` is, verify it there, and return (what is to be served now, receipt).
+    def push(self, version_number: int, trainable: Mapping[str, jax.Array]) -> SyncReceipt:
+        """Make every replica serve `trainable` as `version_number`.
 
         version_number: one more than the last one published by this object (the first may be any); the last number
         again is accepted for the very same content, to repair a destination. trainable: the source's arrays, in any
-        layout. installed: the destination's arrays now; never written, and no longer needed once this returns.
+        layout; they must not be donated before this returns.
 
         Raises SyncError, with nothing published and the object unusable until `reset`: names, shapes, dtypes or layouts
-        that do not fit, version numbers out of order, leaves that cannot be placed, content that differs after placing.
+        that do not fit, version numbers out of order, leaves that cannot be placed, content that differs after placing,
+        a deadline that passed.
         """
         if self._failure is not None:
             raise SyncError(
@@ -141,39 +147,37 @@ class WeightSync:
                 f"The failure was: {self._failure}"
             )
         try:
-            return self._push(version_number, trainable, installed)
+            return self._push(version_number, trainable)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
 
-    def _push(
-        self, number: int, trainable: Mapping[str, jax.Array], installed: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], SyncReceipt]:
-        clock = [time.perf_counter()]
+    def _push(self, number: int, trainable: Mapping[str, jax.Array]) -> SyncReceipt:
+        clock, deadline = _Clock(), Deadline.after(self._deadline_s)
         self._check_number(number)
-        self._check_fit(trainable, installed)
-        source = select(trainable, self._leaves)
-        moves = {
-            path: plan_leaf(path, leaf.sharding, self._destination[path], leaf.shape, leaf.dtype.itemsize)
-            for path, leaf in source.items()
-        }
-        clock.append(time.perf_counter())
-        staged = self._transport.stage(source, self._destination, moves)
-        self._check_staged(source, staged)
-        clock.append(time.perf_counter())
-        digests = self._verify(source, staged)
+        source = self._select(trainable)
+        clock.lap("select")
+        routes = {name: self._routes[name] for name in self.publisher.replicas}
+        plans = {name: self._plan(route, source) for name, route in routes.items()}
+        clock.lap("map")
+        here = {path: in_default_memory(leaf) for path, leaf in source.items()}  # nothing computes on offloaded ones
+        digests = leaf_digests(here)
         policy = PolicyVersion(number, policy_digest(self._base, digests))
         self._check_repeat(policy)
-        clock.append(time.perf_counter())
-        receipt = self._receipt(policy, source, staged, moves, digests, clock)
-        if receipt.bytes_moved != receipt.bytes_planned:
-            raise SyncError(
-                f"sync: {receipt.bytes_moved} bytes were written where {receipt.bytes_planned} were planned "
-                f"({len(source)} leaves, {receipt.source_layout} to {receipt.destination_layout}): the transport "
-                f"copies or reuses buffers that it should not"
-            )
+        offered = {name: offered_digests(plan.mapping, here, digests) for name, plan in plans.items()}
+        del here
+        clock.lap("verify")
+        probe = self._probe(source) if self._probe and any(plan.bytes_written for plan in plans.values()) else None
+        if probe is not None:
+            clock.lap("probe")
+        base = tree_digest(self._base)
+        offers = {name: Offer(policy, plans[name], offered[name], base, probe) for name in routes}
+        published = self._stage_and_flip(routes, offers, source, deadline, clock)
+        receipt = self._receipt(policy, source, offers, published, clock)
         self._published, self._syncs = policy, receipt.syncs
-        return {path: staged[path] for path in self._leaves}, receipt
+        return receipt
+
+    # -- before anything is written ----------------------------------------------------------------------------------
 
     def _check_number(self, number: int) -> None:
         """Version numbers grow by one; the last one may be pushed again."""
@@ -191,93 +195,152 @@ class WeightSync:
                 f"weights that changed need a new version number"
             )
 
-    def _check_fit(self, trainable: Mapping[str, jax.Array], installed: Mapping[str, jax.Array]) -> None:
-        """Everything that can be known before a byte moves."""
-        here, there = self._roles
+    def _select(self, trainable: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """What trains, once it is known to be what the table says."""
+        here = self._roles[0]
         check_names(trainable, self._leaves, f"source ({here})")
-        check_names(installed, self._leaves, f"destination ({there})")
-        for tree, role in ((trainable, here), (installed, there)):
-            gone = [path for path in self._leaves if tree[path].is_deleted()]
-            if gone:
-                raise SyncError(
-                    f"sync: {role}'s {listed(gone)} deleted or donated; push before the step that donates them"
-                )
+        require_live(trainable, here, "push before the step that donates them")
+        source = select(trainable, self._leaves)
         for path, leaf in self._leaves.items():
-            new, old = trainable[path], installed[path]
-            layouts = f"{here}: {describe_layout(new.sharding)}; {there}: {describe_layout(old.sharding)}"
-            if not new.shape == old.shape == leaf.shape:
+            if source[path].shape != leaf.shape:
                 raise SyncError(
-                    f"sync: {path} has shape {new.shape} at {here} and {old.shape} at {there}, the leaf table says "
-                    f"{leaf.shape}; {layouts}. Nothing was written"
+                    f"sync: {path} has shape {source[path].shape} at {here}, the leaf table says {leaf.shape}; "
+                    f"{here}: {describe_layout(source[path].sharding)}. Nothing was written"
                 )
-            if new.dtype != old.dtype:
-                raise SyncError(
-                    f"sync: {path} is {kind_of(new)} at {here} and {kind_of(old)} at {there}, and no cast is declared; "
-                    f"give both roles one dtype; {layouts}. Nothing was written"
-                )
-            if not _same_place(old.sharding, self._destination[path], leaf):
-                raise SyncError(
-                    f"sync: {path} {kind_of(old)} is installed elsewhere than declared; declared: "
-                    f"{describe_layout(self._destination[path])}; {layouts}. Nothing was written"
-                )
+        return source
 
-    def _check_staged(self, source: Mapping[str, jax.Array], staged: Mapping[str, jax.Array]) -> None:
-        """The transport's word is not taken for it: names, shapes, dtypes and places of what came back."""
-        check_names(staged, self._leaves, f"staged tree of {self._roles[1]}")
+    def _plan(self, route: Route, source: Mapping[str, jax.Array]) -> SyncPlan:
+        """The plan for the layouts that there are now: the last one where nothing has changed."""
+        name = route.replica.name
+        held = {path: placed(leaf) for path, leaf in source.items()}
+        wanted = dict(route.destination())
+        last = self._planned.get(name)
+        if last is not None and last.source == held and last.destination == wanted:
+            return last.plan
+        if route.mapping is None:
+            self._check_forms(route, source, wanted)
+        plan = make_plan(held, wanted, route.mapping, link=self._link, staging_bytes=self._staging_bytes)
+        check_plan(plan).require()
+        self._planned[name] = _Planned(held, wanted, plan)
+        return plan
+
+    def _check_forms(self, route: Route, source: Mapping[str, jax.Array], wanted: Mapping[str, Placed]) -> None:
+        """Without a map, both sides hold the same leaves in the same form."""
+        here, there = self._roles[0], route.replica.name
+        check_names(wanted, self._leaves, f"destination ({there})")
         for path, leaf in source.items():
-            got, place = staged[path], self._destination[path]
-            if got.shape != leaf.shape or got.dtype != leaf.dtype:
+            place = wanted[path]
+            layouts = f"{here}: {describe_layout(leaf.sharding)}; {there}: {place.layout.describe()}"
+            if leaf.shape != place.shape:
                 raise SyncError(
-                    f"sync: {path} was staged as {kind_of(got)}, the source is {kind_of(leaf)}; "
-                    f"source: {describe_layout(leaf.sharding)}; staged: {describe_layout(got.sharding)}"
+                    f"sync: {path} has shape {leaf.shape} at {here} and {place.shape} at {there}; {layouts}. Nothing "
+                    f"was written"
                 )
-            if got.sharding != place:
+            if leaf.dtype.name != place.dtype:
                 raise SyncError(
-                    f"sync: {path} {kind_of(got)} was staged as {describe_layout(got.sharding)}; "
-                    f"declared: {describe_layout(place)}"
+                    f"sync: {path} is {kind_of(leaf)} at {here} and {place.dtype} at {there}, and no cast is declared; "
+                    f"give both roles one dtype, or the route a map; {layouts}. Nothing was written"
                 )
 
-    def _verify(self, source: Mapping[str, jax.Array], staged: Mapping[str, jax.Array]) -> dict[str, str]:
-        """Leaf digests, equal on both sides. What stands on the source's very buffers is digested once."""
-        there = {p: x for p, x in staged.items() if len(shared_devices(source[p], x)) < len(x.sharding.device_set)}
-        source_digests, staged_digests = start_digests(source), start_digests(there)
-        wanted = source_digests()
-        check_same({path: wanted[path] for path in there}, staged_digests(), *self._roles)
-        return wanted
+    # -- moving and publishing -----------------------------------------------------------------------------------------
+
+    def _stage_and_flip(
+        self,
+        routes: Mapping[str, Route],
+        offers: Mapping[str, Offer],
+        source: Mapping[str, jax.Array],
+        deadline: Deadline,
+        clock: _Clock,
+    ) -> Published:
+        numbers = device_numbers(leaf.sharding for leaf in source.values())
+        policy = next(iter(offers.values())).policy
+        local = [route.replica for route in routes.values() if isinstance(route.replica, LocalReplica)]
+        try:
+            for name, route in routes.items():
+                route.transport.send(policy.number, offers[name].plan, source, numbers, deadline)
+            for replica in local:
+                replica.digested = _untouched(offers[replica.name].plan, source)
+            published = self.publisher.publish(offers, deadline)
+        finally:
+            for replica in local:
+                replica.digested = {}
+            for route in routes.values():
+                route.transport.release(policy.number)
+        clock.lap("stage")
+        # Replicas work side by side: of each phase the slowest counts, what is left is the staging around them.
+        clock.seconds["flip"] = published.seconds["flip"]
+        clock.seconds["stage"] -= published.seconds["flip"]
+        for phase in ("transfer", "verify", "probe"):
+            spent = max((r.seconds.get(phase, 0.0) for r in published.reports.values()), default=0.0)
+            if spent or phase != "probe":
+                clock.seconds[phase] = clock.seconds.get(phase, 0.0) + spent
+            clock.seconds["stage"] = max(0.0, clock.seconds["stage"] - spent)
+        return published
 
     def _receipt(
         self,
         policy: PolicyVersion,
         source: Mapping[str, jax.Array],
-        staged: Mapping[str, jax.Array],
-        moves: Mapping[str, LeafMove],
-        digests: Mapping[str, str],
-        clock: list[float],
+        offers: Mapping[str, Offer],
+        published: Published,
+        clock: _Clock,
     ) -> SyncReceipt:
-        moved = sum(written_bytes(source[path], staged[path]) for path in source)
-        first = next(iter(source))
+        reports = published.reports
+        plans = {name: offers[name].plan for name in reports}
+        links = sorted(
+            ((a, b, size) for report in reports.values() for (a, b), size in report.link_bytes.items() if size),
+            key=lambda link: (-link[2], link),
+        )
+        moved = sum(report.bytes_written for report in reports.values())
+        first = next(iter(reports))
+        destination = self._routes[first].destination()
         return SyncReceipt(
             version=policy.number,
             digest=policy.digest,
+            plan="+".join(dict.fromkeys(plan.hash for plan in plans.values())),
             source=self._roles[0],
             destination=self._roles[1],
-            source_layout=describe_mesh(source[first].sharding),
-            destination_layout=describe_mesh(self._destination[first]),
+            source_layout=mesh_words(placed(next(iter(source.values()))).layout),
+            destination_layout=mesh_words(next(iter(destination.values())).layout),
+            transport="+".join(dict.fromkeys(self._routes[name].transport.name for name in reports)),
+            replicas=tuple(reports),
+            evicted=dict(published.evicted),
             syncs=self._syncs + (moved > 0),
             leaves=len(source),
             bytes_selected=sum(leaf.nbytes for leaf in source.values()),
-            bytes_planned=sum(move.bytes_planned for move in moves.values()),
+            bytes_planned=sum(plan.bytes_written for plan in plans.values()),
             bytes_moved=moved,
-            bytes_crossing=sum(move.bytes_crossing for move in moves.values()),
+            bytes_crossing=sum(size for *_, size in links),
+            num_links=len(links),
+            links=tuple(links[:LINKS_SHOWN]),
             same_buffers=moved == 0,
-            seconds={
-                phase: end - start
-                for phase, start, end in zip(("select", "stage", "verify"), clock, clock[1:], strict=False)
-            },
-            leaf_digests=digests,
+            seconds={p: clock.seconds[p] for p in PHASES if p in clock.seconds},
+            tree_digest=tree_digest(reports[first].digests),
+            leaf_digests=dict(reports[first].digests),
+            probed=reports[first].probed,
         )
 
 
-def _same_place(installed: Sharding, declared: Sharding, leaf: Leaf) -> bool:
-    """Whether the two put the same part of the leaf into the same memory of the same devices."""
-    return installed.memory_kind == declared.memory_kind and installed.is_equivalent_to(declared, len(leaf.shape))
+def offered_digests(mapping: FormatMap, source: Mapping[str, jax.Array], digests: Mapping[str, str]) -> dict[str, str]:
+    """Target path -> the digest that it must have, from the source alone. digests: of the source's leaves, which are
+    the answer wherever nothing but name and place changes."""
+    same: dict[str, str] = {}
+    for path, target in mapping.targets.items():
+        name = target.pieces[0].source if target.pieces else ""
+        if name and target.pieces == whole(name, target.shape, target.dtype).pieces:
+            leaf = source[name]
+            if (leaf.shape, leaf.dtype.name) == (target.shape, target.dtype):
+                same[path] = digests[name]
+    changed = {path: target for path, target in mapping.targets.items() if path not in same}
+    return same | start_source_digests(source, replace(mapping, targets=changed))() if changed else same
+
+
+def _untouched(plan: SyncPlan, source: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Target path -> the source's array, of the leaves that the plan leaves where they are."""
+    return {path: source[leaf.sources[0]] for path, leaf in plan.leaves.items() if leaf.in_place}
+
+
+def mesh_words(layout: Layout) -> str:
+    """`fsdp=4 tensor=2 (devices 0-7) in device`."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in layout.mesh.axes if size > 1) or "1 device"
+    return f"{sizes} ({device_ranges(layout.mesh.devices)}) in {layout.memory}"

@@ -15,7 +15,7 @@ from lockstep.algorithms import ALGORITHMS
 from lockstep.cluster.devices import default_memory, device_kinds, snapshot_memory
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
-from lockstep.cluster.sharding import place, shardings
+from lockstep.cluster.sharding import place
 from lockstep.config import Config, OptimConfig
 from lockstep.envs.base import Task
 from lockstep.envs.rewards import Reward, make_reward
@@ -29,11 +29,13 @@ from lockstep.models.lora import LoraSpec
 from lockstep.models.spec import ModelSpec, leaf_table
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.engine import Engine, make_fingerprint
+from lockstep.sync.replica import LocalReplica
 from lockstep.sync.select import listed
 from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
-from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, split_leaves
+from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
+from lockstep.train.syncing import make_sync
 from lockstep.train.trainer import Trainer
 from lockstep.types import Fingerprint, SamplingParams
 
@@ -51,8 +53,8 @@ class Reference:
 
 @dataclass
 class Cluster:
-    """Everything a step needs. installed: the rollout role's trainable leaves, as last published; rollout_frozen: its
-    other leaves. model_digest: of the weights that the run started from, an adapter not included."""
+    """Everything a step needs. replica: holds the rollout role's trainable leaves, as last published; rollout_frozen:
+    its other leaves. model_digest: of the weights that the run started from, an adapter not included."""
 
     config: Config
     task: Task
@@ -67,8 +69,8 @@ class Cluster:
     fingerprint: Fingerprint
     reference: Reference | None
     sync: WeightSync
+    replica: LocalReplica
     rollout_frozen: Mapping[str, jax.Array]
-    installed: dict[str, jax.Array]
     source: str
     model_digest: str
 
@@ -133,7 +135,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
     longest = longest_sequence(config, model.spec)
     trainer = _trainer(config, dial, model, leaves)
     base_digests = leaf_digests(trainer.frozen)
-    rollout, rollout_frozen, installed = _on_rollout(dial, model, leaves, trainer, base_digests)
+    rollout, rollout_frozen, installed = _on_rollout(config, dial, model, leaves, trainer, base_digests)
     fingerprint = make_fingerprint(
         model.tokenizer, sampling, rollout.num, device_kinds(list(rollout.mesh.devices.flat))
     )
@@ -145,6 +147,8 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         fingerprint=fingerprint,
     )
     reference_weights = trainer.frozen or trainer.trainable
+    sides = (trainer.programs, trainer.frozen), (rollout, rollout_frozen)
+    sync, replica = make_sync(config, leaves.trains, sides, installed, engine, base_digests)
     return Cluster(
         config=config,
         task=task,
@@ -158,9 +162,9 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         sampling=sampling,
         fingerprint=fingerprint,
         reference=_reference(config, dial, model, (trainer.programs, reference_weights), (rollout, rollout_frozen)),
-        sync=WeightSync(leaves.trains, shardings(leaves.trains, rollout.mesh), base=base_digests),
+        sync=sync,
+        replica=replica,
         rollout_frozen=rollout_frozen,
-        installed=installed,
         source=model.source,
         model_digest=tree_digest(base_digests or leaf_digests(trainer.trainable)),
     )
@@ -206,7 +210,12 @@ def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit) 
 
 
 def _on_rollout(
-    dial: Dial, model: LoadedModel, leaves: LeafSplit, trainer: Trainer, base_digests: Mapping[str, str]
+    config: Config,
+    dial: Dial,
+    model: LoadedModel,
+    leaves: LeafSplit,
+    trainer: Trainer,
+    base_digests: Mapping[str, str],
 ) -> tuple[Programs, dict[str, jax.Array], dict[str, jax.Array]]:
     """The sampler's programs, frozen leaves and trained leaves: the actor's own where the two roles share a mesh.
 
@@ -218,7 +227,8 @@ def _on_rollout(
     rollout = Programs(model.spec, trainer.programs.num, dial.mesh("rollout"), leaves.all)
     frozen = place(model.params, leaves.frozen, rollout.mesh) if leaves.frozen else {}
     check_same(base_digests, leaf_digests(frozen), "actor", "rollout")
-    blank = {path: np.zeros(leaf.shape, TRAINABLE_DTYPE) for path, leaf in leaves.trains.items()}
+    dtype = jnp.dtype(sampler_dtype(config))
+    blank = {path: np.zeros(leaf.shape, dtype) for path, leaf in leaves.trains.items()}
     return rollout, frozen, place(blank, leaves.trains, rollout.mesh)
 
 
@@ -286,8 +296,8 @@ def bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
         "rollout": {"kv": cluster.engine.kv_bytes_per_device()},
     }
     if not dial.colocated("actor", "rollout"):
-        held["rollout"]["parameters"] = device_bytes((cluster.rollout_frozen, cluster.installed))
-        held["rollout"]["staged"] = device_bytes(cluster.installed)
+        held["rollout"]["parameters"] = device_bytes((cluster.rollout_frozen, cluster.replica.installed))
+        held["rollout"]["staged"] = device_bytes(cluster.replica.installed)
     if cluster.reference is not None:
         weights = cluster.reference.weights
         # The initial weights of a full-parameter run are the actor's own, yet only until the first update.

@@ -32,9 +32,9 @@ from lockstep.errors import CheckpointError, FingerprintError, NumericsError, Re
 from lockstep.progress import Progress
 from lockstep.report import write_report
 from lockstep.rollout.engine import EngineStats, request_seed
+from lockstep.sync.receipt import Counters, SyncReceipt
 from lockstep.sync.select import listed
 from lockstep.sync.snapshot import Snapshot
-from lockstep.sync.sync import Counters, SyncReceipt
 from lockstep.text import sanitize
 from lockstep.train import rundir
 from lockstep.train.assembly import Cluster, build, not_finite
@@ -254,8 +254,9 @@ class Loop:
     def _publish(self, version: int) -> SyncReceipt:
         """New weights to the sampler: staged, verified where they landed, then served. The snapshot follows them."""
         cluster = self.cluster
-        cluster.installed, receipt = cluster.sync.push(version, cluster.trainer.trainable, cluster.installed)
-        cluster.engine.install(receipt.policy, {**cluster.rollout_frozen, **cluster.installed})
+        receipt = cluster.sync.push(version, cluster.trainer.trainable)
+        for name, why in receipt.evicted.items():
+            self.progress.event(f"version {version}: replica {name} was dropped: {why}", warning=True)
         self.counters = self.counters.published(receipt)
         if self.snapshot is not None:
             self.snapshot.free()

@@ -43,3 +43,10 @@ def split_leaves(config: Config, spec: ModelSpec) -> LeafSplit:
     lora, table = lora_spec(config.lora, spec), leaf_table(spec)
     trains = trainable_leaves(table, adapter_table(spec, lora) if lora else None)
     return LeafSplit(lora, trains, table if lora else {})
+
+
+def sampler_dtype(config: Config) -> str:
+    """Type in which the sampler holds what trains. On a mesh of its own it is the type it computes in: every leaf is
+    cast to that wherever it is used, so the function is the same bit for bit, and fewer bytes cross."""
+    together = config.cluster.owner("actor") == config.cluster.owner("rollout")
+    return TRAINABLE_DTYPE if together else config.model.dtype

@@ -20,7 +20,7 @@ from lockstep.environment import write_environment
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
 from lockstep.models.fetch import cache_dir
-from lockstep.sync.sync import Counters
+from lockstep.sync.receipt import Counters
 from lockstep.train.assembly import Cluster, bytes_per_role
 from lockstep.types import Fingerprint
 
@@ -90,8 +90,8 @@ def write_head(run_dir: Path, config: Config, cluster: Cluster) -> None:
 
 def fixed_keys(config: Config) -> dict[str, str]:
     """`section.key` -> value, as JSON, of every key that decides the numbers of a run. Left out are those that may
-    change on a resume: names, how often to checkpoint, under a constant learning rate the number of steps, and where
-    model and data lie (it is their content that must be the same)."""
+    change on a resume: names, how often to checkpoint, how weights are synced (bit for bit, anyhow), under a constant
+    learning rate the number of steps, and where model and data lie (it is their content that must be the same)."""
     free = {"run.name", "run.dir", "run.checkpoint_every", "model.name", "task.path", "task.folder", "reward.folder"}
     if config.optim.schedule == "constant":
         free.add("run.steps")
@@ -100,7 +100,7 @@ def fixed_keys(config: Config) -> dict[str, str]:
         for section, table in config.model_dump(mode="json").items()
         for key, value in (table or {}).items()
     }
-    return {path: value for path, value in found.items() if path not in free}
+    return {path: value for path, value in found.items() if path not in free and not path.startswith("sync.")}
 
 
 def save_checkpoint(

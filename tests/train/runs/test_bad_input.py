@@ -213,7 +213,7 @@ def test_trajectories_of_another_version_are_refused(kit, opened, tmp_path) -> N
     with opened(kit.config(tmp_path)) as loop:
         loop.start()
         cluster = loop.cluster
-        cluster.engine.install(PolicyVersion(5, "0" * 32), {**cluster.rollout_frozen, **cluster.installed})
+        cluster.engine.install(PolicyVersion(5, "0" * 32), {**cluster.rollout_frozen, **cluster.replica.installed})
         with pytest.raises(FingerprintError, match="holds tokens of policy version 5; this step trains version 0"):
             loop.step()
 
@@ -222,7 +222,7 @@ def test_stale_weights_under_the_right_number_are_found(kit, opened, tmp_path) -
     """Right label, wrong weights: only the comparison of the bits can tell, before the update."""
     with opened(kit.config(tmp_path)) as loop:
         loop.start()
-        stale = {path: np.asarray(leaf) for path, leaf in loop.cluster.installed.items()}
+        stale = {path: np.asarray(leaf) for path, leaf in loop.cluster.replica.installed.items()}
         loop.step()
         cluster = loop.cluster
         cluster.engine.install(cluster.engine.version, {**cluster.rollout_frozen, **stale})
@@ -235,7 +235,7 @@ def test_stale_weights_under_the_right_number_are_found(kit, opened, tmp_path) -
 def test_fast_mode_measures_the_mismatch_and_goes_on(kit, opened, left, tmp_path) -> None:
     with opened(kit.config(tmp_path, '--numerics={mode = "fast"}', "--run.steps=9")) as loop:
         loop.start()
-        stale = {path: np.asarray(leaf) for path, leaf in loop.cluster.installed.items()}
+        stale = {path: np.asarray(leaf) for path, leaf in loop.cluster.replica.installed.items()}
         loop.step()
         cluster = loop.cluster
         cluster.engine.install(cluster.engine.version, {**cluster.rollout_frozen, **stale})

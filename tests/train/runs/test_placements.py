@@ -37,7 +37,7 @@ class Placed:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.blank = dict(loop.cluster.installed)
+        self.blank = dict(loop.cluster.replica.installed)
         loop.start()
         for _ in range(STEPS):
             loop.step()
@@ -68,9 +68,7 @@ class Placed:
         """A push and an install, as the loop does them."""
         cluster = self.loop.cluster
         version = cluster.engine.version.number + 1
-        cluster.installed, receipt = cluster.sync.push(version, trainable, cluster.installed)
-        cluster.engine.install(receipt.policy, {**cluster.rollout_frozen, **cluster.installed})
-        return receipt
+        return cluster.sync.push(version, trainable)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +137,7 @@ def test_receipts_say_what_crossed(place, left) -> None:
         placed = place(cluster)
         receipts = left(placed.loop.run_dir).receipts()
         assert [(r["step"], r["version"], r["syncs"]) for r in receipts] == [(n, n, n + 1) for n in range(STEPS + 1)]
-        shards = [s for leaf in placed.loop.cluster.installed.values() for s in leaf.addressable_shards]
+        shards = [s for leaf in placed.loop.cluster.replica.installed.values() for s in leaf.addressable_shards]
         assert len({s.device for s in shards}) == (4 if name == "all eight devices" else 2)
         copies = 2 if "data = 2" in cluster.split("rollout")[1] else 1  # fsdp and tensor cut, data keeps copies
         for r in receipts:
@@ -153,7 +151,7 @@ def test_roles_are_where_the_dial_says(place) -> None:
     placed = place(APART["each by itself"]).loop.cluster
     held = {
         "actor": placed.trainer.params["layers.2.q.lora_a"],
-        "rollout": placed.installed["layers.2.q.lora_a"],
+        "rollout": placed.replica.installed["layers.2.q.lora_a"],
         "reference": placed.reference.weights.layers[2]["q"],
     }
     assert {role: sorted(d.id for d in a.sharding.device_set) for role, a in held.items()} == {
@@ -164,7 +162,7 @@ def test_roles_are_where_the_dial_says(place) -> None:
         range(8)
     )
     together = place(TOGETHER).loop.cluster
-    assert all(together.installed[p] is a for p, a in together.trainer.trainable.items())
+    assert all(together.replica.installed[p] is a for p, a in together.trainer.trainable.items())
     shared = place(APART["reference with the rollout"]).loop.cluster
     assert shared.reference.weights.layers[0]["q"] is shared.rollout_frozen["layers.0.q"]
 
@@ -178,7 +176,7 @@ def test_a_blank_destination_gets_the_trainers_digest(place) -> None:
     assert all(not np.asarray(leaf).any() for leaf in placed.blank.values())
     cluster = placed.loop.cluster
     digests = leaf_digests(cluster.trainer.trainable)
-    assert leaf_digests(cluster.installed) == digests != leaf_digests(placed.blank)
+    assert leaf_digests(cluster.replica.installed) == digests != leaf_digests(placed.blank)
 
 
 def test_the_batch_is_scored_under_the_weights_that_sampled_it(placed) -> None:
@@ -220,7 +218,7 @@ def test_the_adapter_reaches_the_sampler(placed) -> None:
         for path, leaf in cluster.trainer.trainable.items()
     }
     receipt = placed.publish(moved)
-    assert leaf_digests(cluster.installed) == leaf_digests(moved) == receipt.leaf_digests
+    assert leaf_digests(cluster.replica.installed) == leaf_digests(moved) == receipt.leaf_digests
     _, after = placed.sample(temperature=0)
     assert sum(a.completion_ids.tolist() != b.completion_ids.tolist() for a, b in zip(before, after, strict=True)) > 6
     _, batch = placed.sample()
