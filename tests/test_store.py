@@ -87,6 +87,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reward=draw(ANY_DOUBLE),
         failed=draw(st.none() | st.text(max_size=3)),
         reference_logprobs=draw(st.none() | float32s(n)),
+        kept_logmass=draw(st.none() | float32s(n)),
     )
 
 
@@ -118,7 +119,7 @@ def test_every_field_of_trajectory_is_a_described_column(tmp_path: Path) -> None
     assert path.name == "step-000001.parquet"
     schema = pq.read_schema(path)
     assert all(field.metadata[b"description"] for field in schema)
-    expected = {f.name for f in dataclasses.fields(Trajectory)} - {"fingerprint", "rewards"}
+    expected = {f.name for f in dataclasses.fields(Trajectory)} - {"fingerprint", "rewards", "details"}
     expected |= {f"fingerprint_{f.name}" for f in dataclasses.fields(Fingerprint)}
     assert set(schema.names) == expected | {"prompt", "reward/exact", "advantage"}
     assert str(schema.field("logprobs").type) == "list<element: float not null>"

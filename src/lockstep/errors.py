@@ -7,6 +7,7 @@
       DataError           a data set, a prompt or a task cannot be used (also a ValueError)
       RewardError         a reward function raised, returned NaN or the wrong number of values
       CapacityError       a request cannot ever fit: prompt over the limit, too few pages, too little memory
+      QueueFullError      a request could run, but too many wait already; it can be submitted again later
       SyncError           weights could not be placed or verified; names the leaf, both shapes and both layouts
       MismatchError       the trainer's log-probabilities are not the sampler's record (exact mode)
       NumericsError       a log-probability, a gradient or updated weights are NaN or infinite
@@ -44,6 +45,10 @@ class RewardError(LockstepError):
 
 class CapacityError(LockstepError):
     """A request can never fit: prompt over the limit, too few pages, too little memory."""
+
+
+class QueueFullError(LockstepError):
+    """A request could run, but too many wait already: nothing was queued, it can be submitted again later."""
 
 
 class SyncError(LockstepError):

@@ -51,8 +51,15 @@ COLUMNS: tuple[Column, ...] = (
         "logprobs",
         _FLOAT32S,
         False,
-        "log-probability of each sampled id under the distribution it was drawn from; nats",
+        "log-probability of each sampled id under the whole softmax at the temperature; nats",
         lambda t: t.logprobs,
+    ),
+    Column(
+        "kept_logmass",
+        _FLOAT32S,
+        True,
+        "logprobs less the log-probability under the distribution drawn from (ids cut off); nats; null = nothing cut",
+        lambda t: t.kept_logmass,
     ),
     Column("versions", _INT32S, False, "policy number that computed each log-probability", lambda t: t.versions),
     Column(
@@ -212,6 +219,7 @@ def _trajectory(columns: Mapping[str, list[Any]], reward_names: list[str], row: 
         reward=get["reward"],
         failed=get["failed"],
         reference_logprobs=get["reference_logprobs"],
+        kept_logmass=get.get("kept_logmass"),  # files of earlier versions have none
     )
 
 

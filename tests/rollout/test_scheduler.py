@@ -1,23 +1,26 @@
 """The scheduler driven without a model, every pool row watched: what is written where, and by whom it is read.
 
-`Driver` plays the engine. It keeps the pool as a table, row -> (prompt id, sample or None for the prompt, position,
-token), applies each pass's writes, then looks up every position that each row of the pass reads.
+`Driver` plays the engine. What a key and a value depend on is the ids up to their position, so its pool is a table from
+row to exactly these ids: a row of a pass writes what it reads of the position before it, and its own token. Whatever is
+shared, cached, preempted, swapped or computed again, a row must find its own ids there.
 """
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lockstep.errors import CapacityError
-from lockstep.rollout.scheduler import Request, Scheduler, Sequence, Work
+from lockstep.errors import CapacityError, QueueFullError
+from lockstep.rollout.scheduler import Scheduler
+from lockstep.rollout.work import Drawn, Pass, Request, Sequence
 from lockstep.types import Prompt, SamplingParams
 
 STOPS = frozenset({0, 3})
-Cell = tuple[str, int | None, int, int]
+Cell = tuple[int, ...]
 
 
 def drawn_token(seed: int, index: int, vocabulary: int = 12) -> int:
@@ -44,63 +47,52 @@ class Driver:
 
     scheduler: Scheduler
     pool: dict[int, Cell] = field(default_factory=dict)
-    prompt_writes: Counter[tuple[str, int]] = field(default_factory=Counter)
-    passes: list[list[Work]] = field(default_factory=list)
+    prompt_writes: Counter[Cell] = field(default_factory=Counter)
+    passes: list[Pass] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
 
     def one_pass(self) -> list[Sequence]:
         scheduler = self.scheduler
         work = scheduler.schedule()
-        assert work, "busy, but nothing to run: the requests under way would wait for ever"
+        assert work.rows, "busy, but nothing to run: the requests under way would wait for ever"
         assert len(work) <= scheduler.max_rows
         assert scheduler.num_running <= scheduler.slots
-        scheduler.pages.check_integrity()
+        scheduler.check_integrity()
+        for swap in work.save:
+            swap.sequence.saved = [self.pool[row] for row in swap.rows.tolist()]
+        for swap in work.load:
+            self.pool |= dict(zip(swap.rows.tolist(), swap.sequence.saved, strict=True))
+            swap.sequence.saved = None
         self._write(work)
+        drawn = []
         for row in work:
-            self._check_reads(row)
-        samples = [s for row in work for s in row.samples]
-        assert len(set(map(id, samples))) == len(samples), "a sample would draw twice in one pass"
-        drawn = [(s, drawn_token(s.group.request.seeds[s.index], len(s.tokens)), -1.0) for s in samples]
+            ids = tuple(self.pool[r] for r in row.read[: row.pos + 1].tolist())[-1]
+            assert [self.pool[r] for r in row.read[: row.pos + 1].tolist()] == [ids[: i + 1] for i in range(len(ids))]
+            assert len(ids) == row.pos + 1 and ids[-1] == row.token
+            for s in row.samples:
+                assert ids == s.ids, "a sample would draw from another's state"
+                drawn.append(Drawn(s, drawn_token(s.group.request.seeds[s.index], len(s.tokens)), -1.0))
+        assert len({id(d.sequence) for d in drawn}) == len(drawn), "a sample would draw twice in one pass"
         finished = scheduler.record(drawn)
-        scheduler.pages.check_integrity()
+        scheduler.check_integrity()
         self.passes.append(work)
         self.finished += finished
         return finished
 
-    def _write(self, work: list[Work]) -> None:
+    def _write(self, work: Pass) -> None:
+        """Rows of lower positions first: a layer writes every row of a pass before any is read."""
         written: set[int] = set()
-        for row in work:
+        for row in sorted(work, key=lambda r: r.pos):
             if row.write is None:
                 continue
             assert row.write not in written, "two rows of a pass write one pool row"
-            assert 0 <= row.write < self.scheduler.pages.num_pages * self.scheduler.page_size
+            assert 0 <= row.write < self.scheduler.memory.pages.num_pages * self.scheduler.memory.page_size
+            assert row.write == row.read[row.pos]
             written.add(row.write)
-            group, sample = self._owner(row)
-            if sample is None:
-                self.prompt_writes[group, row.pos] += 1
-            self.pool[row.write] = (group, sample, row.pos, row.token)
-
-    def _owner(self, row: Work) -> tuple[str, int | None]:
-        """Prompt id, and the sample whose own token the row holds (None: the row is the prompt's)."""
-        for group in self.scheduler.groups:
-            if row.read is group.rows:
-                return group.request.prompt.id, None
-            for seq in group.running:
-                if row.read is seq.read:
-                    assert row.samples == (seq,)
-                    return group.request.prompt.id, seq.index
-        raise AssertionError("a row reads pages of no sequence that is under way")
-
-    def _check_reads(self, row: Work) -> None:
-        name, sample = self._owner(row)
-        group = next(g for g in self.scheduler.groups if g.request.prompt.id == name)
-        ids = group.request.prompt.ids
-        own = next((s.tokens for s in group.running if s.index == sample), [])
-        wanted = [(name, None, p, t) for p, t in enumerate(ids)]
-        wanted += [(name, sample, len(ids) + i, t) for i, t in enumerate(own)]
-        assert wanted[row.pos][3] == row.token
-        for position, cell in enumerate(wanted[: row.pos + 1]):
-            assert self.pool.get(int(row.read[position])) == cell, f"{name}/{sample} position {position}"
+            before = self.pool[int(row.read[row.pos - 1])] if row.pos else ()
+            self.pool[row.write] = (*before, row.token)
+            if row.kind == "prompt":
+                self.prompt_writes[self.pool[row.write]] += 1
 
     def run(self, limit: int = 10_000) -> None:
         while self.scheduler.busy:
@@ -108,9 +100,11 @@ class Driver:
             assert len(self.passes) < limit
 
     def check_all_free(self) -> None:
-        total = self.scheduler.pages.num_pages
-        assert self.scheduler.pages.check_integrity() == (total, 0, total)
+        free, cached, used, total = self.scheduler.check_integrity()
+        assert used == 0 and free + cached == total == self.scheduler.memory.pages.num_pages
         assert not self.scheduler.busy and self.scheduler.load == 0 and self.scheduler.num_running == 0
+        self.scheduler.renew("another policy")
+        assert self.scheduler.check_integrity() == (total, 0, 0, total)
 
 
 def check_answers(requests: list[Request], answers: list[Sequence]) -> None:
@@ -130,13 +124,30 @@ shapes = st.tuples(st.integers(1, 14), st.integers(1, 6), st.integers(1, 9), st.
 
 @st.composite
 def situations(draw):
-    """(scheduler, requests that fit it): few slots, few pages, passes as short as they may be."""
+    """(scheduler, requests that fit it): few slots and pages, short passes, prompts that begin alike."""
     page_size = draw(st.sampled_from([1, 3, 4]))
     requests = [request(i, *draw(shapes)) for i in range(draw(st.integers(1, 6)))]
-    need = max(-(-len(r.prompt.ids) // page_size) + -(-r.params.max_new_tokens // page_size) for r in requests)
+    alike = draw(st.integers(0, 14))
+    requests = [
+        replace(r, prompt=replace(r.prompt, ids=(*range(min(alike, len(r.prompt.ids))), *r.prompt.ids[alike:])))
+        for r in requests
+    ]
+    return draw(schedulers(page_size, requests)), requests
+
+
+def pages_needed(r: Request, page_size: int) -> int:
+    """For one sample by itself: its prompt's, and those of all new tokens but the last; the two share none."""
+    length, new = len(r.prompt.ids), r.params.max_new_tokens - 1
+    return -(-length // page_size) + (-(-(length % page_size + new) // page_size) if new else 0)
+
+
+@st.composite
+def schedulers(draw, page_size: int, requests: list[Request]):
+    pages = max(pages_needed(r, page_size) for r in requests) + draw(st.sampled_from([0, 1, 2, 5, 40]))
     slots = draw(st.integers(1, 5))
-    pages = need + draw(st.sampled_from([0, 1, 2, 5, 40]))
-    return Scheduler(slots, pages, page_size, slots + draw(st.sampled_from([0, 1, 3, 30]))), requests
+    max_rows = slots + draw(st.sampled_from([0, 1, 3, 30]))
+    swap = draw(st.sampled_from([None, lambda rows: True, lambda rows: rows % 2 == 0]))
+    return Scheduler(slots, pages, page_size, max_rows, swap_pays=swap)
 
 
 @settings(max_examples=150)
@@ -152,7 +163,6 @@ def test_every_request_is_answered_once_and_reads_only_its_own(situation, data) 
         assert len(driver.passes) < 2000
     check_answers(requests, driver.finished)
     driver.check_all_free()
-    assert driver.prompt_writes == {(r.prompt.id, p): 1 for r in requests for p in range(len(r.prompt.ids))}
 
 
 @settings(max_examples=100)
@@ -168,9 +178,9 @@ def test_abort_at_any_point_frees_pages_and_keeps_what_was_drawn(situation, data
             if scheduler.busy:
                 driver.one_pass()
         cancelled = scheduler.abort(requests[number].prompt.id)
-        scheduler.pages.check_integrity()
+        scheduler.check_integrity()
         assert all(s.finish == "abort" and s.group.request is requests[number] for s in cancelled)
-        assert not any(g.request is requests[number] for g in (*scheduler.groups, *scheduler.queue))
+        assert not any(g.request is requests[number] for g in (*scheduler.groups.values(), *scheduler.queue))
         aborted += cancelled
     driver.check_all_free()
     for seq in aborted:
@@ -214,7 +224,7 @@ def test_samples_share_one_prefill_and_decode_side_by_side() -> None:
     driver.run()
     # One pass for the prompt, which draws all five first tokens; then three of five rows each.
     assert [len(work) for work in driver.passes] == [10, 5, 5, 5]
-    assert len(driver.passes[0][-1].samples) == 5
+    assert len(driver.passes[0].rows[-1].samples) == 5
     check_answers([r], driver.finished)
 
 
@@ -273,7 +283,7 @@ def test_a_pass_that_failed_can_be_tried_again() -> None:
 @pytest.mark.parametrize(
     ("prompt_length", "new_tokens", "words"),
     [
-        (17, 4, "'p1': 17 prompt tokens and up to 4 new ones need 6 pages of 4 tokens, the pool has 5; raise"),
+        (17, 5, "'p1': 17 prompt tokens and up to 5 new ones need 7 pages of 4 tokens, the pool has 5; raise"),
         (1, 20, "'p1': 1 prompt tokens and up to 20 new ones need 6 pages"),
         (0, 4, "'p1' has no tokens; a completion needs at least one"),
     ],
@@ -292,3 +302,225 @@ def test_nothing_to_draw_and_too_small_passes_are_bugs_of_the_caller() -> None:
     for samples, new_tokens in ((0, 4), (1, 0)):
         with pytest.raises(AssertionError, match="nothing to draw"):
             Scheduler(2, 5, 4, 4).submit(request(1, 1, samples, new_tokens))
+
+
+# -- sharing, waiting, giving way --------------------------------------------------------------------------------------
+
+
+def plain(number: int, ids: tuple[int, ...], samples: int = 1, new_tokens: int = 3) -> Request:
+    seeds = tuple(1000 * number + i for i in range(samples))
+    return Request(Prompt(f"p{number}", "", ids), seeds, SamplingParams(1.0, new_tokens, frozenset()))
+
+
+def answer(driver: Driver, r: Request) -> list[Sequence]:
+    before = len(driver.finished)
+    driver.scheduler.submit(r)
+    driver.run()
+    return driver.finished[before:]
+
+
+def test_a_prompt_that_begins_as_an_earlier_one_is_computed_from_there() -> None:
+    driver = Driver(Scheduler(2, 40, 4, 16))
+    answer(driver, plain(1, tuple(range(10))))
+    answer(driver, plain(2, (*range(9), 77, 78)))
+    assert driver.scheduler.memory.cached_tokens == 8, "two whole pages; the third differs within"
+    assert driver.prompt_writes.total() == 10 + 3
+    answer(driver, plain(3, tuple(range(8))))
+    assert driver.prompt_writes.total() == 13 + 4, "the last position is computed in any case"
+
+
+def test_a_next_turn_finds_prompt_and_completion() -> None:
+    """Whole pages of positions, the one that begins in the prompt's last page and ends in the completion's too."""
+    for length in (4, 5, 6, 7):
+        driver = Driver(Scheduler(2, 40, 4, 64))
+        done = answer(driver, plain(1, tuple(range(length)), samples=3, new_tokens=9))
+        for seq in done:
+            before = driver.prompt_writes.total()
+            turn = (*seq.ids, 500, 501)
+            answer(driver, plain(10 + seq.index, turn))
+            known = (length + 8) // 4 * 4  # the last token was drawn, never run
+            assert driver.prompt_writes.total() - before == len(turn) - known
+        driver.check_all_free()
+
+
+def test_of_prompts_that_begin_alike_one_computes_the_beginning() -> None:
+    driver = Driver(Scheduler(8, 80, 4, 64))
+    requests = [plain(i, (*range(12), 100 + i), samples=2) for i in range(3)]
+    for r in requests:
+        driver.scheduler.submit(r)
+    driver.run()
+    check_answers(requests, driver.finished)
+    assert driver.prompt_writes.total() == 13 + 1 + 1
+    assert [len(work) for work in driver.passes] == [13, 4, 6, 4], "the others wait for one pass, not longer"
+
+
+def test_a_new_identity_finds_nothing_of_the_old() -> None:
+    driver = Driver(Scheduler(2, 40, 4, 16))
+    answer(driver, plain(1, tuple(range(10))))
+    assert driver.scheduler.check_integrity() == (36, 4, 0, 40)
+    driver.scheduler.renew("v2")
+    assert driver.scheduler.check_integrity() == (40, 0, 0, 40)
+    driver.pool.clear()
+    answer(driver, plain(2, tuple(range(10))))
+    assert driver.scheduler.memory.cached_tokens == 0 and driver.prompt_writes.total() == 20
+    driver.scheduler.submit(plain(3, (1,)))
+    with pytest.raises(AssertionError, match="never changes its policy"):
+        driver.scheduler.renew("v3")
+
+
+def test_the_least_recently_used_pages_are_given_up_first() -> None:
+    driver = Driver(Scheduler(1, 6, 4, 16))
+    for number, first in ((1, 0), (2, 100), (3, 0)):  # 3 is 1 again: used later than 2
+        answer(driver, plain(number, tuple(range(first, first + 9)), new_tokens=1))
+    answer(driver, plain(4, tuple(range(200, 209)), new_tokens=1))  # one page too many
+    before = driver.scheduler.memory.cached_tokens
+    answer(driver, plain(5, tuple(range(9)), new_tokens=1))
+    assert driver.scheduler.memory.cached_tokens - before == 8
+    answer(driver, plain(6, tuple(range(100, 109)), new_tokens=1))
+    assert driver.scheduler.memory.cached_tokens - before == 8 + 4, "of 2 just the end had to go"
+
+
+def test_prompts_that_are_scored_are_computed_whole() -> None:
+    driver = Driver(Scheduler(2, 40, 4, 32))
+    r = plain(1, tuple(range(10)))
+    answer(driver, r)
+    again = replace(r, prompt=replace(r.prompt, id="again"), params=replace(r.params, prompt_logprobs=True))
+    answer(driver, again)
+    assert driver.prompt_writes.total() == 20 and driver.scheduler.memory.cached_tokens == 0
+
+
+@pytest.mark.parametrize("swap", [None, lambda rows: True])
+def test_when_pages_run_out_the_youngest_gives_way_and_goes_on_later(swap) -> None:
+    """Three samples of 20 tokens, pages for all of one and half of the others."""
+    scheduler = Scheduler(slots=4, num_pages=11, page_size=4, max_rows=8, swap_pays=swap)
+    driver = Driver(scheduler)
+    r = plain(1, tuple(range(5)), samples=3, new_tokens=20)
+    scheduler.submit(r)
+    driver.run()
+    check_answers([r], driver.finished)
+    assert [s.index for s in driver.finished] == [0, 1, 2], "the oldest is never stopped"
+    assert scheduler.num_preemptions > 0
+    again = Counter(row.kind for work in driver.passes for row in work)["again"]
+    assert (scheduler.num_swaps > 0) == (again == 0) == (swap is not None)
+    driver.check_all_free()
+
+
+def test_a_full_queue_refuses_and_names_its_bound() -> None:
+    scheduler = Scheduler(1, 40, 4, 16, max_waiting=5)
+    driver = Driver(scheduler)
+    scheduler.submit(plain(1, (1, 2), samples=9))  # nothing waits: accepted, however large
+    with pytest.raises(QueueFullError, match="'p2': 9 samples wait to be started, 1 more exceed the bound of 5"):
+        scheduler.submit(plain(2, (1, 2)))
+    assert not scheduler.holds("p2") and scheduler.load == 9
+    while scheduler.num_waiting > 2:
+        driver.one_pass()
+    scheduler.submit(plain(3, (1, 2), samples=3))
+    with pytest.raises(QueueFullError, match="5 samples wait"):
+        scheduler.submit(plain(4, (1, 2)))
+    driver.run()
+    assert len(driver.finished) == 12
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Anything in any order; the books are balanced after every step, and everything is answered once."""
+
+    @initialize(
+        slots=st.integers(1, 4),
+        pages=st.integers(9, 16),
+        more=st.sampled_from([0, 2, 9]),
+        swap=st.sampled_from([None, lambda rows: True, lambda rows: rows % 2 == 1]),
+    )
+    def make(self, slots: int, pages: int, more: int, swap) -> None:
+        self.driver = Driver(Scheduler(slots, pages, 3, slots + more, max_waiting=8, swap_pays=swap))
+        self.requests: dict[str, Request] = {}
+        self.aborted: list[Sequence] = []
+        self.versions = 0
+
+    @rule(
+        alike=st.integers(0, 3),
+        length=st.integers(1, 10),
+        samples=st.integers(1, 4),
+        new=st.integers(1, 12),
+        stops=st.sampled_from([STOPS, frozenset()]),
+    )
+    def submit(self, alike: int, length: int, samples: int, new: int, stops: frozenset[int]) -> None:
+        """Prompts of three kinds, each the beginning of the longer ones of its kind; and later turns."""
+        number, scheduler = len(self.requests), self.driver.scheduler
+        r = request(number, length, samples, new, stops)
+        ids = tuple(100 * alike + i for i in range(length))
+        if alike == 3 and self.driver.finished:  # another turn
+            ids = (*self.driver.finished[length % len(self.driver.finished)].ids, 900)
+        r = replace(r, prompt=replace(r.prompt, ids=ids))
+        refused = pages_needed(r, 3) > scheduler.memory.pages.num_pages
+        full = scheduler.num_waiting and scheduler.num_waiting + samples > 8
+        try:
+            scheduler.submit(r)
+        except (CapacityError, QueueFullError) as error:
+            assert refused if isinstance(error, CapacityError) else full
+            return
+        assert not refused and not full
+        self.requests[r.prompt.id] = r
+
+    @precondition(lambda self: self.driver.scheduler.busy)
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.driver.scheduler.busy:
+                self.driver.one_pass()
+
+    @precondition(lambda self: self.driver.scheduler.busy)
+    @rule()
+    def a_pass_fails(self) -> None:
+        """Scheduled, copied out and in at most, never recorded."""
+        work = self.driver.scheduler.schedule()
+        for swap in work.save:
+            swap.sequence.saved = [self.driver.pool[row] for row in swap.rows.tolist()]
+
+    @precondition(lambda self: self.driver.scheduler.busy)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.driver.scheduler.groups)))
+        before = {s.index for s in self.driver.finished if s.group.request.prompt.id == name}
+        cancelled = self.driver.scheduler.abort(name)
+        every = set(range(len(self.requests[name].seeds)))
+        assert {s.index for s in cancelled} == every - before and not self.driver.scheduler.holds(name)
+        self.aborted += cancelled
+
+    @precondition(lambda self: self.driver.scheduler.running)
+    @rule()
+    def preempt(self) -> None:
+        scheduler = self.driver.scheduler
+        scheduler.schedule()  # forgets copies that the pass before wanted
+        if scheduler.running:
+            scheduler._preempt(scheduler.running[-1])
+
+    @precondition(lambda self: not self.driver.scheduler.busy)
+    @rule()
+    def new_version(self) -> None:
+        self.versions += 1
+        self.driver.scheduler.renew(self.versions)
+        self.driver.pool.clear()
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.driver.run()
+        for seq in self.aborted:
+            wanted = expected_tokens(seq.group.request.seeds[seq.index], seq.group.request.params)
+            assert seq.tokens == wanted[: len(seq.tokens)] and len(seq.tokens) < len(wanted)
+        gone = {(s.group.request.prompt.id, s.index) for s in self.aborted}
+        done = {(s.group.request.prompt.id, s.index): s.tokens for s in self.driver.finished}
+        wanted = {(n, i): expected_tokens(seed, r.params) for n, r in self.requests.items()
+                  for i, seed in enumerate(r.seeds)}  # fmt: skip
+        assert len(done) == len(self.driver.finished) and len(gone) == len(self.aborted)
+        assert done == {key: tokens for key, tokens in wanted.items() if key not in gone}
+        self.driver.check_all_free()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

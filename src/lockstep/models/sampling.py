@@ -71,8 +71,8 @@ def changed_logits(z_NV: jax.Array, c: Changes) -> jax.Array:
 
 
 def _ordered(z: jax.Array) -> jax.Array:
-    """uint32 that orders as the floats do."""
-    bits = jax.lax.bitcast_convert_type(z, jnp.uint32)
+    """uint32 that orders as the floats do (the two zeros being one)."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

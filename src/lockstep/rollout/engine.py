@@ -8,11 +8,14 @@ one the trainer computes, bit for bit, whatever else was in the batch.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import jax
 import jaxlib
@@ -24,9 +27,13 @@ from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError
 from lockstep.models.decoder import Numerics
 from lockstep.models.spec import Leaf
 from lockstep.models.tokenizer import Tokenizer
-from lockstep.rollout.scheduler import Request, Scheduler, Work
-from lockstep.rollout.scheduler import Sequence as Sample
-from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
+from lockstep.rollout.sampler import Sampler, Want
+from lockstep.rollout.scheduler import MAX_WAITING, Scheduler
+from lockstep.rollout.stops import Decode
+from lockstep.rollout.swap import PoolRows, SwapCosts
+from lockstep.rollout.work import Drawn, Pass, Request
+from lockstep.rollout.work import Sequence as Sample
+from lockstep.types import Details, Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, index: int) -> int:
@@ -46,12 +53,23 @@ def make_fingerprint(tokenizer: Tokenizer, sampling: SamplingParams, num: Numeri
     device_kinds: of the rollout mesh. On the CPU the processor's instruction set and the number of cores belong to it:
     they decide how XLA vectorises a loop and cuts a matrix product.
     """
-    decoding = [sampling.temperature, sorted(sampling.stop_ids), sampling.max_new_tokens]
     made_by = [jax.__version__, jaxlib.__version__, device_kinds, host_processor() if device_kinds == "cpu" else ""]
     numerics = [num.dtype, num.tile_rows, num.page_size, num.lora_scale, *made_by]
     return Fingerprint(
-        tokenizer.fingerprint, tokenizer.template_fingerprint, *(json_digest(v) for v in (decoding, numerics))
+        tokenizer.fingerprint, tokenizer.template_fingerprint, decoding_digest(sampling), json_digest(numerics)
     )
+
+
+def decoding_digest(sampling: SamplingParams) -> str:
+    """Digest of everything that decides which distribution a token is drawn from, and where a completion ends."""
+    base = {"temperature", "stop_ids", "max_new_tokens"}
+    decoding: list[object] = [sampling.temperature, sorted(sampling.stop_ids), sampling.max_new_tokens]
+    changed = {
+        f.name: sorted(value) if isinstance(value := getattr(sampling, f.name), frozenset) else value
+        for f in fields(sampling)
+        if f.name not in base and getattr(sampling, f.name) != f.default
+    }
+    return json_digest([*decoding, changed] if changed else decoding)
 
 
 def json_digest(value: object) -> str:
@@ -61,13 +79,18 @@ def json_digest(value: object) -> str:
 
 @dataclass
 class EngineStats:
-    """Totals since the engine was made. rows counts real rows, padded_rows those the passes were padded to."""
+    """Totals since the engine was made. rows counts real rows, padded_rows those the passes were padded to;
+    prompt_tokens those computed, cached_tokens those found in the prefix cache instead; preemptions: times a sample had
+    to give its pages back, swaps: of them, those whose rows were kept on the host."""
 
     passes: int = 0
     rows: int = 0
     padded_rows: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
 
 
 class Engine:
@@ -77,6 +100,8 @@ class Engine:
     computes whole tiles, so a multiple of the tile wastes nothing). max_positions: prompt and completion tokens of one
     sequence at most. num_pages: cache pages per device; 0 sizes the pool so that every slot can hold max_positions.
     prefill_rows: rows of one pass at most, where slots is fewer; longer prompts are prefilled over several passes.
+    max_waiting: samples per device that may wait to be started (`submit` refuses more). swap: whether rows of preempted
+    samples are kept on the host where that is cheaper ("auto"), always, or never.
     """
 
     def __init__(
@@ -87,6 +112,9 @@ class Engine:
         max_positions: int,
         num_pages: int = 0,
         prefill_rows: int = 512,
+        max_waiting: int = MAX_WAITING,
+        swap: Literal["auto", "always", "never"] = "auto",
+        decode: Decode | None = None,
         fingerprint: Fingerprint,
     ) -> None:
         page = programs.num.page_size
@@ -95,9 +123,18 @@ class Engine:
         self._trash = self.num_pages * page
         self._max_positions = max_positions
         max_rows = max(slots, prefill_rows)
-        self._shards = [Scheduler(slots, self.num_pages, page, max_rows) for _ in range(programs.num_devices)]
         self._pools = programs.new_pools(self._trash + 1)
+        leaves = jax.tree.leaves(self._pools)
+        self._pool_rows = PoolRows(programs, self._trash)
+        self.swap_costs = SwapCosts(sum(a.nbytes // a.shape[0] for a in leaves))
+        pays = {"auto": self.swap_costs.pays, "always": lambda rows: True, "never": None}[swap]
+        self._shards = [
+            Scheduler(slots, self.num_pages, page, max_rows, max_waiting=max_waiting, swap_pays=pays, decode=decode)
+            for _ in range(programs.num_devices)
+        ]
+        self._sampler, self._decode = Sampler(programs), decode
         self._weights: SplitWeights | None = None
+        self._installs = itertools.count()
         self.version: PolicyVersion | None = None
         self.stats = EngineStats()
 
@@ -117,6 +154,8 @@ class Engine:
         check_leaves(params, self.programs.leaves, version)
         self._weights = SplitWeights.of(params, self.programs.spec.num_layers)
         self.version = version
+        for shard in self._shards:
+            shard.renew((next(self._installs), version, self.programs.num))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -126,14 +165,15 @@ class Engine:
 
     def _request(self, prompt: Prompt, seeds: Sequence[int], params: SamplingParams) -> Request:
         """The request, if it can be served."""
-        t = params.temperature
-        if not (math.isfinite(t) and t >= 0):
-            raise ConfigError(f"prompt {prompt.id!r}: temperature {t} is not a finite number >= 0 (0 is greedy)")
         if params.max_new_tokens < 1 or not seeds:
             raise ConfigError(
                 f"prompt {prompt.id!r}: {len(seeds)} samples of up to {params.max_new_tokens} tokens leave nothing to "
                 f"draw; ask for at least one sample (a seed each) and one new token"
             )
+        if problems := params.problems(self.programs.spec.vocab_size):
+            raise ConfigError(f"prompt {prompt.id!r}: {'; '.join(problems)}")
+        if params.stop_strings and self._decode is None:
+            raise ConfigError(f"prompt {prompt.id!r}: the engine was made without `decode`, which stop texts need")
         wrong = [s for s in seeds if not 0 <= s < 1 << 64]
         if wrong:
             raise ConfigError(f"prompt {prompt.id!r}: seed {wrong[0]} is not in 0..2^64-1; derive it by request_seed")
@@ -158,7 +198,8 @@ class Engine:
         """Queue one prompt with a sample per seed, on the device with the least to do.
 
         Raises, with nothing queued: CapacityError for a prompt that is empty, too long or holds an unknown id;
-        ConfigError for parameters without meaning; DataError for a prompt id that is under way already.
+        ConfigError for parameters without meaning; DataError for a prompt id that is under way already; QueueFullError
+        where too many samples wait on every device.
         """
         request = self._request(prompt, seeds, params)
         if any(shard.holds(prompt.id) for shard in self._shards):
@@ -169,7 +210,12 @@ class Engine:
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        min(self._shards, key=lambda s: s.load).submit(request)
+        open_ = [s for s in self._shards if s.accepts(request)]
+        min(open_ or self._shards, key=lambda s: s.load).submit(request)
+
+    def check_integrity(self) -> list[tuple[int, int, int, int]]:
+        """(free, cached, used, total) pages of each device; asserts that the books balance."""
+        return [shard.check_integrity() for shard in self._shards]
 
     def abort(self, prompt_id: str) -> list[Trajectory]:
         """Cancel a prompt's samples now; they come back with reason `abort` and what was sampled so far."""
@@ -190,10 +236,11 @@ class Engine:
             raise DataError(
                 f"prompt id {twice!r} is given twice; give each prompt its own id and all its seeds at once"
             )
-        for request in requests:
-            self._queue(request)
         done: list[Trajectory] = []
-        while self.busy:
+        waiting = deque(requests)
+        while waiting or self.busy:
+            while waiting and any(s.accepts(waiting[0]) for s in self._shards):
+                self._queue(waiting.popleft())
             done += self.step()
         return sorted(done, key=lambda t: (order[t.group_id], t.index))
 
@@ -205,22 +252,35 @@ class Engine:
         if not self.busy:
             return []
         work = [shard.schedule() for shard in self._shards]
+        self._swap(work)
+        start = time.perf_counter()
         drawn = self._run(work)
+        self.swap_costs.ran(sum(map(len, work)), time.perf_counter() - start)
+        for shard in self._shards:
+            self.stats.preemptions += shard.num_preemptions
+            self.stats.swaps += shard.num_swaps
+            self.stats.cached_tokens += shard.memory.cached_tokens
+            shard.num_preemptions = shard.num_swaps = shard.memory.cached_tokens = 0
         return [self._trajectory(s) for shard, d in zip(self._shards, drawn, strict=True) for s in shard.record(d)]
 
-    def _run(self, work: list[list[Work]]) -> list[list[tuple[Sample, int, float]]]:
+    def _swap(self, work: list[Pass]) -> None:
+        """Copy rows of preempted samples out, and of resumed ones back in."""
+        if any(w.save for w in work):
+            self._pool_rows.save(self._pools, [w.save for w in work], self.swap_costs)
+        if any(w.load for w in work):
+            self._pools = self._pool_rows.load(self._pools, [w.load for w in work], self.swap_costs)
+
+    def _run(self, work: list[Pass]) -> list[list[Drawn]]:
         p, weights = self.programs, self._weights
         assert weights is not None
         n = padded_rows(max(len(w) for w in work), p.num.tile_rows)
         width = padded_pages(max((r.pos + 1 for w in work for r in w), default=1), p.num.page_size)
         host = numpy_rows(p.num_devices, n, width, self._trash)
-        wanted: list[list[tuple[int, Sample]]] = []
         for d, rows in enumerate(work):
             for i, r in enumerate(rows, d * n):
                 host.tokens[i], host.pos[i], host.length[i] = r.token, r.pos, r.pos + 1
                 host.write[i] = self._trash if r.write is None else r.write
                 host.read[i, : min(width, len(r.read))] = r.read[:width]
-            wanted.append([(i, s) for i, r in enumerate(rows) for s in r.samples])
         rows = p.put_rows(host)
         x = p.embed(weights, rows.tokens)
         for i in range(p.spec.num_layers):
@@ -228,43 +288,28 @@ class Engine:
         self.stats.passes += 1
         self.stats.rows += sum(len(w) for w in work)
         self.stats.padded_rows += n * p.num_devices
-        self.stats.prompt_tokens += sum(1 for w in work for r in w if r.write is not None and not _decoding(r))
-        return self._sample(weights, x, wanted)
+        self.stats.prompt_tokens += sum(r.kind == "prompt" for w in work for r in w)
+        scored = [[(i, r.score, r.pos) for i, r in enumerate(w) if r.score is not None] for w in work]
+        self._sampler.score_prompts(weights, x, scored)
+        drawn = self._sampler.draw(
+            weights, x, [[Want(i, s, s.tokens) for i, r in enumerate(w) for s in r.samples] for w in work]
+        )
+        self._require_finite(drawn)
+        self.stats.completion_tokens += sum(map(len, drawn))
+        return drawn
 
-    def _sample(
-        self, weights: SplitWeights, x: jax.Array, wanted: list[list[tuple[int, Sample]]]
-    ) -> list[list[tuple[Sample, int, float]]]:
-        p = self.programs
-        most = max(len(w) for w in wanted)
-        if not most:
-            return [[] for _ in wanted]
-        m = padded_rows(most, p.num.tile_rows)
-        total = m * p.num_devices
-        at, index = np.zeros(total, np.int32), np.full(total, -1, np.int32)
-        temperature, seed = np.ones(total, np.float32), np.zeros((total, 2), np.uint32)
-        for d, rows in enumerate(wanted):
-            for j, (row, seq) in enumerate(rows, d * m):
-                request = seq.group.request
-                at[j], index[j], temperature[j] = row, len(seq.tokens), request.params.temperature
-                s = request.seeds[seq.index]
-                seed[j] = (s & 0xFFFFFFFF, s >> 32)
-        drawn = p.sample(weights, x, *p.put_rows((at, temperature, seed, index)))
-        tokens, logprobs = (np.asarray(a) for a in drawn)
-        real = [j for d, rows in enumerate(wanted) for j in range(d * m, d * m + len(rows))]
-        if not np.isfinite(logprobs[real]).all():
+    def _require_finite(self, drawn: list[list[Drawn]]) -> None:
+        if not all(math.isfinite(d.logprob) for own in drawn for d in own):
             raise NumericsError(
                 f"policy {self.version}: the model's output is not finite; its weights hold NaN or infinity, or "
-                f"overflow in {p.num.dtype}. Nothing of this pass was recorded"
+                f"overflow in {self.programs.num.dtype}. Nothing of this pass was recorded"
             )
-        self.stats.completion_tokens += sum(len(w) for w in wanted)
-        return [
-            [(seq, int(tokens[j]), float(logprobs[j])) for j, (_, seq) in enumerate(rows, d * m)]
-            for d, rows in enumerate(wanted)
-        ]
 
     def _trajectory(self, seq: Sample) -> Trajectory:
         assert self.version is not None
         request = seq.group.request
+        params = request.params
+        changed = (params.truncates or params.reshapes) and params.temperature > 0
         return Trajectory(
             prompt_ids=np.asarray(request.prompt.ids, np.int32),
             completion_ids=np.asarray(seq.tokens, np.int32),
@@ -274,9 +319,22 @@ class Engine:
             seed=request.seeds[seq.index],
             group_id=request.prompt.id,
             index=seq.index,
-            fingerprint=self.fingerprint,
+            fingerprint=replace(self.fingerprint, decoding=decoding_digest(params)),
+            kept_logmass=np.asarray(seq.kept, np.float32) if changed else None,
+            details=_details(seq),
             generate_s=time.perf_counter() - seq.group.since,
         )
+
+
+def _details(seq: Sample) -> Details | None:
+    params = seq.group.request.params
+    if not (params.prompt_logprobs or params.top_logprobs):
+        return None
+    top: list[np.ndarray | None] = [None, None]
+    if params.top_logprobs:
+        kinds = (np.int32, np.float32)
+        top = [np.asarray([t[i] for t in seq.top], k).reshape(-1, params.top_logprobs) for i, k in enumerate(kinds)]
+    return Details(seq.group.scores if params.prompt_logprobs else None, *top)
 
 
 def check_leaves(params: Mapping[str, jax.Array], leaves: Mapping[str, Leaf], version: PolicyVersion) -> None:
@@ -293,7 +351,3 @@ def check_leaves(params: Mapping[str, jax.Array], leaves: Mapping[str, Leaf], ve
             f"{version} does not fit the engine ({len(wrong)} of {len(leaves)} leaves): {'; '.join(wrong[:5])}. "
             f"Nothing was installed; pass the base's and the adapter's leaves together, named as in the leaf table"
         )
-
-
-def _decoding(row: Work) -> bool:
-    return any(s.tokens for s in row.samples)

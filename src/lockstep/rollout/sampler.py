@@ -1,0 +1,175 @@
+"""Tokens and their records from the hidden rows of a pass: the part of a step after the layers.
+
+Rows that ask for nothing but a temperature are drawn and scored by one program (`Programs.sample`). Rows that change
+the distribution, or want the likeliest ids, are drawn by another (`models.sampling`) and scored by the trainer's own
+(`Programs.logprobs`). So no row's bits depend on what other rows ask for, and every record is what the trainer
+computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from lockstep.cluster.changed_sampling import ChangedSampling
+from lockstep.cluster.programs import Programs, SplitWeights, padded_pages, padded_rows
+from lockstep.models.sampling import Changes
+from lockstep.rollout.work import Drawn, GroupWork, Sequence
+from lockstep.types import SamplingParams
+
+IDS = 16  # ids named for a row are padded to a power of two of this many
+
+
+@dataclass(frozen=True)
+class Want:
+    """A token to draw: from which row of the device's share, for which sequence, after which `tokens` of it."""
+
+    row: int
+    sequence: Sequence
+    tokens: List[int]
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sequence.group.request.params
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Wants of one kind, laid out over the devices. places: where on the flat axis each lies."""
+
+    places: list[tuple[int, Want]]
+    at: np.ndarray
+    temperature: np.ndarray
+    seed: np.ndarray
+    index: np.ndarray
+
+
+def lay_out(wanted: List[List[Want]], tile_rows: int) -> Batch:
+    """wanted: per device."""
+    m = padded_rows(max(map(len, wanted)), tile_rows)
+    total = m * len(wanted)
+    at, index = np.zeros(total, np.int32), np.full(total, -1, np.int32)
+    temperature, seed = np.ones(total, np.float32), np.zeros((total, 2), np.uint32)
+    places = [(j, want) for d, own in enumerate(wanted) for j, want in enumerate(own, d * m)]
+    for j, want in places:
+        at[j], index[j], temperature[j] = want.row, len(want.tokens), want.params.temperature
+        s = want.sequence.group.request.seeds[want.sequence.index]
+        seed[j] = (s & 0xFFFFFFFF, s >> 32)
+    return Batch(places, at, temperature, seed, index)
+
+
+def _named(want: Want) -> tuple[dict[int, float], set[int], Counter[int]]:
+    """(what is added to the logits of named ids, ids seen, how often the completion holds an id)."""
+    p = want.params
+    bias = dict.fromkeys(p.allowed_ids or (), 0.0)
+    bias |= dict(p.logit_bias)
+    ruled_out = set(p.forbidden_ids)
+    if p.allowed_ids is not None:
+        ruled_out |= bias.keys() - p.allowed_ids
+    if len(want.tokens) + 1 < p.min_new_tokens:
+        ruled_out |= p.stop_ids
+    bias |= dict.fromkeys(ruled_out, -np.inf)
+    seen = {*want.sequence.group.request.prompt.ids, *want.tokens} if p.repetition_penalty != 1 else set()
+    counted = p.presence_penalty != 0 or p.frequency_penalty != 0
+    return bias, seen, Counter(want.tokens) if counted else Counter()
+
+
+def changes(batch: Batch, vocab_size: int) -> Changes:
+    """What each row of a batch asks for; padding asks for nothing."""
+    n = len(batch.at)
+    named = {j: _named(want) for j, want in batch.places}
+    lists = {j: sorted(bias.keys() | seen | count.keys()) for j, (bias, seen, count) in named.items()}
+    width = padded_pages(max(map(len, lists.values())), IDS)
+    c = Changes(
+        top_k=np.full(n, vocab_size, np.int32),
+        top_p=np.ones(n, np.float32),
+        min_p=np.zeros(n, np.float32),
+        repetition=np.ones(n, np.float32),
+        presence=np.zeros(n, np.float32),
+        frequency=np.zeros(n, np.float32),
+        only_listed=np.zeros(n, bool),
+        ids=np.full((n, width), vocab_size, np.int32),
+        bias=np.zeros((n, width), np.float32),
+        seen=np.zeros((n, width), bool),
+        count=np.zeros((n, width), np.float32),
+    )
+    for j, want in batch.places:
+        p, ids, (bias, seen, count) = want.params, lists[j], named[j]
+        c.top_k[j], c.top_p[j], c.min_p[j] = min(p.top_k or vocab_size, vocab_size), p.top_p, p.min_p
+        c.repetition[j], c.presence[j], c.frequency[j] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+        c.only_listed[j] = p.allowed_ids is not None
+        c.ids[j, : len(ids)] = ids
+        c.bias[j, : len(ids)] = [bias.get(i, -np.inf if p.allowed_ids is not None else 0.0) for i in ids]
+        c.seen[j, : len(ids)] = [i in seen for i in ids]
+        c.count[j, : len(ids)] = [count[i] for i in ids]
+    return c
+
+
+class Sampler:
+    """Draws for the engine of `programs`."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self._changed = ChangedSampling(programs)
+
+    def draw(self, weights: SplitWeights, x: jax.Array, wanted: List[List[Want]]) -> list[list[Drawn]]:
+        """One token for every want, in order. wanted: per device; x: output of the last layer, all devices' rows."""
+        plain = self._plain(weights, x, [[w for w in own if w.params.plain] for own in wanted])
+        changed = self._draw_changed(weights, x, [[w for w in own if not w.params.plain] for own in wanted])
+        drawn = plain | changed
+        return [[drawn[id(w)] for w in own] for own in wanted]
+
+    def _plain(self, weights: SplitWeights, x: jax.Array, wanted: List[List[Want]]) -> dict[int, Drawn]:
+        if not any(wanted):
+            return {}
+        p, b = self.programs, lay_out(wanted, self.programs.num.tile_rows)
+        drawn = p.sample(weights, x, *p.put_rows((b.at, b.temperature, b.seed, b.index)))
+        tokens, logprobs = (np.asarray(a) for a in drawn)
+        return {id(w): Drawn(w.sequence, int(tokens[j]), float(logprobs[j])) for j, w in b.places}
+
+    def _draw_changed(self, weights: SplitWeights, x: jax.Array, wanted: List[List[Want]]) -> dict[int, Drawn]:
+        if not any(wanted):
+            return {}
+        p, b = self.programs, lay_out(wanted, self.programs.num.tile_rows)
+        most = max(w.params.top_logprobs for _, w in b.places)
+        likeliest = min(padded_pages(most, 1), p.spec.vocab_size) if most else 0
+        put = p.put_rows((b.at, b.temperature, b.seed, b.index, changes(b, p.spec.vocab_size)))
+        at, temperature, seed, index, changed = put
+        choice = self._changed.choose(weights, x, at, temperature, seed, index, changed, likeliest)
+        target = np.where(b.index >= 0, np.asarray(choice.token), -1)
+        logprobs = np.asarray(p.logprobs(weights, x, at, p.put_rows(target), temperature))
+        kept, top_ids, top_logprobs = (np.asarray(a) for a in choice[1:])
+        return {
+            id(w): Drawn(
+                w.sequence, int(target[j]), float(logprobs[j]), float(kept[j]),
+                (top_ids[j, : w.params.top_logprobs], top_logprobs[j, : w.params.top_logprobs]),
+            )
+            for j, w in b.places
+        }  # fmt: skip
+
+    def score_prompts(
+        self, weights: SplitWeights, x: jax.Array, wanted: List[List[tuple[int, GroupWork, int]]]
+    ) -> None:
+        """Fill in the log-probability of a prompt's id that comes after each of the rows. wanted: per device, (row of
+        its share, group, position of the row)."""
+        if not any(wanted):
+            return
+        p = self.programs
+        m = padded_rows(max(map(len, wanted)), p.num.tile_rows)
+        at, target = np.zeros(m * len(wanted), np.int32), np.full(m * len(wanted), -1, np.int32)
+        temperature = np.ones(m * len(wanted), np.float32)
+        places = [(j, group, pos) for d, own in enumerate(wanted) for j, (_, group, pos) in enumerate(own, d * m)]
+        for j, row in ((j, row) for d, own in enumerate(wanted) for j, (row, _, _) in enumerate(own, d * m)):
+            at[j] = row
+        for j, group, pos in places:
+            target[j] = group.request.prompt.ids[pos + 1]
+            temperature[j] = group.request.params.temperature
+        found = np.asarray(p.logprobs(weights, x, *p.put_rows((at, target, temperature))))
+        for j, group, pos in places:
+            if group.scores is None:
+                group.scores = np.full(group.prompt_length, np.nan, np.float32)
+            group.scores[pos + 1] = found[j]
