@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from lockstep.errors import SyncError
@@ -75,6 +75,15 @@ def test_elements_of_eight_bytes(shape, dtype):
 def _turned(shape) -> Piece:
     runs = tuple(Run(0, 0, size) for size in reversed(shape))
     return Piece("w", tuple(range(len(shape)))[::-1], runs)
+
+
+def test_leaves_in_pinned_host_memory():
+    host = finite((8, 6))
+    for layout in (NamedSharding(mesh(2, 2), P("a")), SingleDeviceSharding(jax.devices()[1])):
+        leaf = jax.device_put(host, layout.with_memory_kind("pinned_host"))
+        assert leaf_digests({"w": leaf}) == {"w": host_digest(host)}
+        turned = of(Target("t", (6, 8), "bfloat16", (piece("w", (1, 0), (0, 0, 6), (0, 0, 8)),)))
+        check(turned, {"w": host}, {"w": leaf})
 
 
 def test_host_digest_takes_any_memory():

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.cluster.sharding import describe_layout
 from lockstep.errors import SyncError
+from lockstep.sync.arrays import in_default_memory
 from lockstep.sync.digest import FOLD, LANES, keys, word_bytes
 
 # On XLA:CPU a sum over rows that are taken eight at a time is vectorised, with an eighth of the additions at full
@@ -62,7 +63,8 @@ def start_sums(
     assert not keep or leaf.ndim > 2, (path, leaf.shape)
     word_bytes(leaf.dtype, path)  # for what it raises
     words = (words_dim,) if word_bytes(dtype, path) == 8 else ()
-    program, numbers, starts = _prepared(sharding, leaf.shape, along, words, dtype, keep)
+    leaf = in_default_memory(leaf)
+    program, numbers, starts = _prepared(leaf.sharding, leaf.shape, along, words, dtype, keep)
     return program(leaf, numbers, starts)
 
 
