@@ -45,32 +45,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5], help="one run for each")
     parser.add_argument("--steps", type=int, default=6, help="updates per run")
-    parser.add_argument("--prompts", type=int, default=8, help="per step; 4 samples each")
+    parser.add_argument("--prompts", type=int, default=8, help="per step")
+    parser.add_argument("--samples", type=int, default=6, help="per prompt")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "delta.json")
     args = parser.parse_args(argv)
-    runs = [measure(lr, args.steps, args.prompts) for lr in args.lr]
+    runs = [measure(lr, args.steps, args.prompts, args.samples) for lr in args.lr]
     result = {"machine": machine_facts(), "model": "smollm2-135m", "sampler_dtype": "bfloat16", "runs": runs}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(markdown(runs))
     return 0
 
 
-def recipe(lr: float, steps: int, prompts: int, folder: Path) -> Config:
-    """The addition recipe with every weight trained, at a constant learning rate."""
+def recipe(lr: float, steps: int, prompts: int, samples: int, folder: Path) -> Config:
+    """The addition recipe with every weight trained, at a constant learning rate. Sums of single digits: enough of
+    them are right from the start for every step to have a gradient."""
     text = re.sub(r"(?ms)^\[lora\].*?(?=^\[)", "", RECIPE.read_text(encoding="utf-8"))
     settings: Mapping[str, Any] = {
         "run.dir": folder, "run.steps": steps, "run.checkpoint_every": 0, "optim.lr": lr,
-        "optim.schedule": "constant", "rollout.prompts": prompts, "rollout.samples": 4, "algorithm.measure_kl": "false",
-        "train.save_trajectories": "false",
+        "optim.schedule": "constant", "rollout.prompts": prompts, "rollout.samples": samples,
+        "algorithm.measure_kl": "false", "train.save_trajectories": "false",
+        "task.options": "{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }",
     }  # fmt: skip
     words = [f"--{key}={value}" for key, value in settings.items()]
     return parse_config(text, overrides=words, folder=RECIPE.parent, where=str(RECIPE))
 
 
-def measure(lr: float, steps: int, prompts: int) -> dict[str, Any]:
+def measure(lr: float, steps: int, prompts: int, samples: int) -> dict[str, Any]:
     """One run: a record per step."""
     with tempfile.TemporaryDirectory() as folder:
-        config = recipe(lr, steps, prompts, Path(folder))
+        config = recipe(lr, steps, prompts, samples, Path(folder))
         cluster = build(config)
         run_dir = rundir.claim_run_dir(config)
         records = []
@@ -82,7 +85,11 @@ def measure(lr: float, steps: int, prompts: int) -> dict[str, Any]:
                 new, next_policy = sampler_weights(cluster.trainer.trainable), PolicyVersion(step, f"step {step}")
                 records.append({"step": step, **compare(held, new, policy, next_policy)})
                 held, policy = new, next_policy
-    return {"lr": lr, "prompts": prompts, "samples": 4, "steps": records}
+        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    for record, line in zip(records, lines, strict=True):
+        logged = json.loads(line)
+        record |= {key: logged[key] for key in ("reward", "grad_norm", "groups/zero_variance", "groups/total")}
+    return {"lr": lr, "prompts": prompts, "samples": samples, "steps": records}
 
 
 def sampler_weights(trainable: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
