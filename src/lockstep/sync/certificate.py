@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.errors import SyncError
-from lockstep.sync.leaf_proof import LeafProof, prove_leaf
-from lockstep.sync.mapping import check_total
-from lockstep.sync.plan import LeafPlan, SyncPlan, Transfer, TransferTable
+from lockstep.sync.leaf_proof import Batch, LeafProof, prove_in_place, prove_written
+from lockstep.sync.mapping import Target, check_total
+from lockstep.sync.plan import LeafPlan, Placed, SyncPlan, Transfer, TransferTable
 from lockstep.sync.regions import Tally, rows_of, sums
 
 CHECKS = (
@@ -59,6 +59,7 @@ CHECKS = (
     "bounds",
 )
 LISTED_BY_DEFAULT = 2_000  # transfers; beyond, listing them one by one takes longer than proving the plan
+TOGETHER = 1 << 19  # transfers that are examined at a time: enough to keep numpy busy, few enough to keep memory small
 _SHOWN = 3  # failures per check that are spelled out
 _CLOSE = 1e-6  # relative; what floats of seconds may be apart
 
@@ -130,6 +131,8 @@ class _Proof:
         self.tables: dict[str, list[TransferTable]] = {}
         devices = len(plan.devices)
         self.links = np.zeros((devices, devices), np.int64)
+        self.batches: dict[object, Batch] = {}
+        self.waiting = 0  # transfers in them, and pieces times devices
         self.pairs = Tally()  # bytes by sender * devices + receiver
         self.needed = np.zeros(devices, np.int64)
         self.new = np.zeros(devices, np.int64)
@@ -171,18 +174,42 @@ class _Proof:
             leaf = plan.leaves[path]
             if words := self._described(leaf):
                 self.fail("leaves", words)
-            tables = list(plan.transfers.tables(path))
-            proof = prove_leaf(target, leaf, plan.destination[path], plan.source, tables, self.fail)
             self.count += 1
-            self.transfers += proof.transfers
-            self.intervals += proof.intervals
-            self._add(path, proof)
+            self._gather(target, leaf)
+        self._flush()
         words = f"{self.transfers} transfers of {self.count} leaves"
         for name in ("pieces", "provenance", "relays", "crossing", "bytes", "rounds"):
             self.examined[name] = words
         self.examined["coverage"] = f"{self.intervals} intervals on the lines of {self.count} leaves"
         stay = sum(leaf.in_place for leaf in plan.leaves.values())
         self.examined |= {"leaves": f"{self.count} leaves", "in_place": f"{stay} of {self.count} leaves stay"}
+
+    def _gather(self, target: Target, leaf: LeafPlan) -> None:
+        """Leaves that are alike are examined together, as soon as they have enough transfers."""
+        plan, placed = self.plan, self.plan.destination[target.path]
+        places = [plan.source[piece.source] for piece in target.pieces]
+        tables = list(plan.transfers.tables(target.path))
+        if leaf.in_place:
+            prove_in_place(target, leaf, placed, places, self.fail)
+            if tables:
+                self.fail("in_place", f"{target.path} is said to be in place, yet the plan moves parts of it")
+            return
+        alike = tuple((p.dims, p.runs, _form(place)) for p, place in zip(target.pieces, places, strict=True))
+        batch = self.batches.setdefault((_form(placed), alike), Batch([], [], [], placed, places))
+        batch.targets.append(target)
+        batch.leaves.append(leaf)
+        batch.tables.append(tables)
+        self.waiting += sum(len(table.sender) for table in tables) + len(places) * len(placed.layout.mesh.devices)
+        if self.waiting > TOGETHER:
+            self._flush()
+
+    def _flush(self) -> None:
+        for batch in self.batches.values():
+            proof = prove_written(batch, self.fail)
+            self.transfers += proof.transfers
+            self.intervals += proof.intervals
+            self._add(batch.targets[0].path, proof)
+        self.batches, self.waiting = {}, 0
 
     def _described(self, leaf: LeafPlan) -> str:
         """What an entry says wrongly about its leaf."""
@@ -303,6 +330,11 @@ class _Proof:
         if Counter(plan.transfers()) != everything:
             self.fail("listing", "the transfers of all leaves are not those of the leaves one by one")
         self.examined["listing"] = f"{everything.total()} transfers one by one"
+
+
+def _form(placed: Placed) -> tuple[object, ...]:
+    """Equal for what is laid out alike. Layouts by identity: a mesh of thousands of devices is slow to compare."""
+    return placed.shape, placed.dtype, id(placed.layout)
 
 
 def _rows(table: TransferTable) -> list[Transfer]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from lockstep.sync.layout import Layout
-from lockstep.sync.mapping import Target
+from lockstep.sync.mapping import Piece
 
 
 @lru_cache(maxsize=4096)
@@ -116,22 +116,22 @@ class Tally:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A target's pieces as columns. source_dim [pieces, dims]: -1 for none. run [pieces, dims, 5]: source, target,
-    count, source step, target step. fixed [pieces, most source dims]: the index taken, -1 where a target dim runs, -2
-    beyond the source's rank."""
+    """Pieces of targets of one rank as columns. source_dim [pieces, dims]: -1 for none. run [pieces, dims, 5]: source,
+    target, count, source step, target step. fixed [pieces, most source dims]: the index taken, -1 where a target dim
+    runs, -2 beyond the source's rank."""
 
     source_dim: np.ndarray
     run: np.ndarray
     fixed: np.ndarray
 
     @classmethod
-    def of(cls, target: Target, ranks: list[int]) -> Pieces:
-        """ranks: of each piece's source."""
-        count, dims, most = len(target.pieces), len(target.shape), max(ranks, default=0)
+    def of(cls, pieces: list[Piece], dims: int, ranks: list[int]) -> Pieces:
+        """dims: of the targets. ranks: of each piece's source."""
+        count, most = len(pieces), max(ranks, default=0)
         source_dim = np.full((count, dims), -1, np.int64)
         run = np.zeros((count, dims, 5), np.int64)
         fixed = np.full((count, most), -2, np.int64)
-        for at, (piece, rank) in enumerate(zip(target.pieces, ranks, strict=True)):
+        for at, (piece, rank) in enumerate(zip(pieces, ranks, strict=True)):
             fixed[at, :rank] = -1
             for dim, index in piece.fixed:
                 fixed[at, dim] = index
@@ -140,10 +140,8 @@ class Pieces:
                 run[at, dim] = (r.source, r.target, r.count, r.source_step, r.target_step)
         return cls(source_dim, run, fixed)
 
-    def target_regions(self) -> np.ndarray:
-        """[pieces, dims, 3] where they are written."""
-        start, step = self.run[..., 1], self.run[..., 4]
-        return np.stack([start, start + (self.run[..., 2] - 1) * step + 1, step], axis=-1)
+    def first(self, count: int) -> Pieces:
+        return Pieces(self.source_dim[:count], self.run[:count], self.fixed[:count])
 
     def agree(self, piece: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """[n] whether what a transfer reads (source regions, padded to the most dims) is what the map puts where it
@@ -166,16 +164,25 @@ class Pieces:
 
 
 class Lines:
-    """A leaf as lines along its most finely cut dim, on which regions are intervals: what shows whether they overlap.
+    """A leaf as lines along one dim, on which regions are intervals: what shows whether they overlap.
 
     Across that dim, indices are cut wherever a region begins or ends (segments) and, like those along it, told apart
     by their residue modulo the common multiple of all steps. So a strided region, too, is whole intervals of whole
-    lines, and there are about as many intervals as regions, however large the leaf and however ragged the cuts.
+    lines. The dim is the one that leaves fewest: about as many as regions, however ragged their cuts.
     """
 
     def __init__(self, shape: tuple[int, ...], regions: np.ndarray):
         ends = [np.unique(np.r_[0, size, regions[:, d, 0], lasts(regions)[:, d] + 1]) for d, size in enumerate(shape)]
-        self.along = max(range(len(shape)), key=lambda dim: len(ends[dim])) if shape else -1
+        spans = [
+            np.searchsorted(ends[d], lasts(regions)[:, d] + 1) - np.searchsorted(ends[d], regions[:, d, 0])
+            for d in range(len(shape))
+        ]  # segments of every region, were a dim cut into them
+
+        def pieces(dim: int) -> int:
+            others = [span for d, span in enumerate(spans) if d != dim]
+            return int(np.prod(others, axis=0).sum()) if others else len(regions)
+
+        self.along = min(range(len(shape)), key=pieces) if shape else -1
         self.edges = [
             np.array([0, size]) if dim == self.along else ends[dim] for dim, size in enumerate(shape)
         ]  # per dim: segments, between 0 and the size
