@@ -37,10 +37,15 @@ def add_plan(add: Add) -> None:
     ask("--actor", metavar="MESH", help="mesh of the role that trains")
     ask("--rollout", metavar="MESH", help="mesh of the role that samples, or `actor`")
     ask("--recipe", metavar="RECIPE", help="plan this recipe's sync: its model, meshes and adapter")
-    ask("--lora", metavar="RANK", help="only an adapter of this rank crosses")
+    ask("--lora", metavar="RANK", help="only an adapter of this rank crosses (none: a recipe without its own)")
     ask("--dtype", metavar="D", help="type of the sampler's weights (default: bfloat16)")
     ask("--actor-dtype", metavar="D", help="type of the trainer's weights (default: the sampler's)")
-    ask("--format", metavar="F", default="native", help="names and shapes that the sampler wants (default: native)")
+    ask(
+        "--format",
+        metavar="F",
+        default="native",
+        help="names and shapes that the sampler wants: native, hf, sglang_jax, fused",
+    )
     ask("--link-gbps", metavar="N", help="Gbit/s that a device sends, and receives (default: 400)")
     ask("--bisection-gbps", metavar="N", help="Gbit/s that all devices together move (default: no limit)")
     ask("--staging-mib", metavar="N", help="MiB that a device may send or receive in one round")
@@ -106,11 +111,13 @@ def _check_words(options: argparse.Namespace) -> None:
     if options.model is None and options.recipe is None:
         raise ConfigError(f"which model? {_HOW}")
     if options.recipe is not None:
+        if options.lora is not None:
+            options.overrides += ["--lora", "none"] if options.lora == "none" else ["--lora.rank", options.lora]
+            options.lora = None
         for name in _OF_MODEL:
             if getattr(options, name) is not None:
-                key = {"actor_dtype": "model.dtype", "dtype": "model.dtype"}.get(name, f"cluster.{name}")
-                key = "lora.rank" if name == "lora" else key
-                raise ConfigError(f"{_option(name)} goes with --model; a recipe says it itself: override its `{key}`")
+                how = f"override its `cluster.{name}`" if name in ("actor", "rollout") else "a run syncs what it trains"
+                raise ConfigError(f"{_option(name)} goes with --model; a recipe says it itself: {how}")
         return
     if options.overrides:
         raise ConfigError(f"{options.overrides[0]} is a key of a recipe and goes with --recipe; {_HOW}")

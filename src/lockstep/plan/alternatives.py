@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes  # noqa: F401  (its types become numpy's)
 import numpy as np
 
-from lockstep.plan.request import DEFAULT_RANK, Request, read_lora
+from lockstep.plan.request import DEFAULT_RANK, NATIVE, Request, read_lora
 from lockstep.plan.words import counted
 from lockstep.sync.plan import SyncPlan
 from lockstep.text import format_bytes
@@ -41,11 +41,11 @@ def alternatives(request: Request, plan: SyncPlan, plan_of: Planner) -> dict[str
 
 
 def _colocated(request: Request, plan_of: Planner) -> Alternative:
-    """Actor and rollout on the actor's mesh. Equal types: the very same buffers."""
-    if request.actor_dtype == request.dtype:
+    """Actor and rollout on the actor's mesh. Equal types and forms: the very same buffers."""
+    if request.actor_dtype == request.dtype and request.format == NATIVE:
         return Alternative(0, 0.0, 0, "one mesh, the same buffers: nothing runs")
     there = plan_of(replace(request, rollout=request.actor))
-    how = "one mesh; every device casts its own part"
+    how = "one mesh, another type or form: new buffers"
     return Alternative(there.bytes_crossing, there.seconds, there.new_bytes, how)
 
 
@@ -53,7 +53,7 @@ def _lora(request: Request, plan: SyncPlan, plan_of: Planner) -> Alternative:
     """Only an adapter crosses: the request's own, else one of rank `DEFAULT_RANK` on every matrix of every layer."""
     lora = request.lora or read_lora("lora", DEFAULT_RANK, request.spec)
     assert lora is not None
-    there = plan if request.lora else plan_of(replace(request, lora=lora))
+    there = plan if request.lora else plan_of(replace(request, lora=lora, format=NATIVE))
     size = format_bytes(sum(leaf.bytes for leaf in there.leaves.values()))
     return Alternative(there.bytes_crossing, there.seconds, there.new_bytes, f"rank {lora.rank}, an adapter of {size}")
 

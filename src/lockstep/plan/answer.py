@@ -14,12 +14,15 @@ import numpy as np
 from lockstep.models.lora import LoraSpec, adapter_table
 from lockstep.models.spec import Leaf, ModelSpec, leaf_table
 from lockstep.plan.alternatives import Alternative, alternatives, itemsize
-from lockstep.plan.request import Request, make_request
+from lockstep.plan.request import NATIVE, Request, make_request
 from lockstep.sync.certificate import Certificate, check
-from lockstep.sync.mapping import identity_map
+from lockstep.sync.formats import engine_map
+from lockstep.sync.mapping import FormatMap
 from lockstep.sync.placement import placed
 from lockstep.sync.plan import LinkModel, Placed, SyncPlan
 from lockstep.sync.planner import make_plan
+
+VOCAB_MULTIPLE = 64  # to which engines that hold fused leaves pad the vocabulary
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def plan_sync(
     rollout "actor": the two share one mesh and its arrays. lora: a rank; only the adapter crosses. dtype: what the
     sampler holds; actor_dtype: what the trainer holds (default: the same). link: a `LinkModel`, or Gbit/s per device
     and direction. staging_bytes: what one device may send or receive in a round. format: names and shapes that the
-    sampler wants (`native`: the trainer's).
+    sampler wants: `native` are the trainer's, others are those of `sync.formats` (`hf`, `sglang_jax`, `fused`).
 
     Needs no devices and no weights, and imports no jax. Raises ConfigError or ModelError for what cannot be asked,
     SyncError for what cannot be planned.
@@ -152,12 +155,31 @@ def selected(request: Request) -> dict[str, Leaf]:
 
 
 def plan_of(request: Request) -> SyncPlan:
-    """What moves, from whom to whom."""
-    leaves = selected(request)
-    source, destination = (
-        placed(leaves, dict(grid.axes), grid.devices, dtype)
-        for grid, dtype in ((request.actor, request.actor_dtype), (request.rollout, request.dtype))
+    """What moves, from whom to whom. Raises SyncError for a format that does not know the model or does not fit."""
+    leaves, mapping = selected(request), None
+    wanted: Mapping[str, Leaf] = leaves
+    if request.format != NATIVE:
+        tensor = dict(request.rollout.axes).get("tensor", 1)
+        padded = VOCAB_MULTIPLE if request.format == "fused" else 1
+        mapping = engine_map(
+            request.format, request.spec, request.actor_dtype, to=request.dtype, tensor=tensor, vocab_multiple=padded
+        )
+        wanted = foreign_leaves(mapping, leaves)
+    return make_plan(
+        placed(leaves, dict(request.actor.axes), request.actor.devices, request.actor_dtype),
+        placed(wanted, dict(request.rollout.axes), request.rollout.devices, request.dtype),
+        mapping,
+        link=request.link,
+        staging_bytes=request.staging_bytes,
+        cast=True,
     )
-    forms = [{path: (leaf.shape, leaf.dtype) for path, leaf in side.items()} for side in (source, destination)]
-    mapping = identity_map(*forms, cast=True)
-    return make_plan(source, destination, mapping, link=request.link, staging_bytes=request.staging_bytes)
+
+
+def foreign_leaves(mapping: FormatMap, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """The targets as leaves: a dim is cut as the dim of ours that it runs along (that of its first piece)."""
+    found = {}
+    for path, target in mapping.targets.items():
+        piece = target.pieces[0]
+        axes = tuple(None if dim is None else leaves[piece.source].axes[dim] for dim in piece.dims)
+        found[path] = Leaf(path, target.shape, axes, leaves[piece.source].init)
+    return found

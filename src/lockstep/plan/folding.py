@@ -11,6 +11,7 @@ from functools import lru_cache
 from lockstep.sync.plan import LeafPlan
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a path
+_NUMBERS = re.compile(r"\b\d+\b")  # `expert 5`; the 16 of `bfloat16` stays
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ def fold(leaves: Iterable[LeafPlan], *, by_place: bool = False) -> list[LeafClas
         sides = (leaf.source_layout, leaf.target_layout)
         key = (
             _pattern(leaf.path), leaf.shape, leaf.dtype, leaf.wire_dtype, tuple(map(_pattern, leaf.sources)),
-            leaf.operations, leaf.in_place, leaf.bytes, leaf.bytes_written, leaf.bytes_local, leaf.bytes_filled,
-            leaf.bytes_crossing, sides if by_place else tuple((s.spec, s.mesh.axes, s.memory) for s in sides),
+            tuple(_NUMBERS.sub("*", name) for name in leaf.operations), leaf.in_place, leaf.bytes, leaf.bytes_written,
+            leaf.bytes_local, leaf.bytes_filled, leaf.bytes_crossing,
+            sides if by_place else tuple((s.spec, s.mesh.axes, s.memory) for s in sides),
         )  # fmt: skip
         classes.setdefault(key, []).append(leaf)
     patterns = Counter(_pattern(found[0].path) for found in classes.values())

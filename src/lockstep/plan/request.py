@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,16 +14,19 @@ from lockstep.errors import ConfigError
 from lockstep.models.lora import TARGETS, LoraSpec
 from lockstep.models.spec import ModelSpec
 from lockstep.plan.words import counted
+from lockstep.sync.formats import FORMATS
 from lockstep.sync.placement import AXES, parse_axes
 from lockstep.sync.plan import LinkModel
 from lockstep.sync.planner import DEFAULT_STAGING_BYTES
-from lockstep.text import did_you_mean
+from lockstep.text import did_you_mean, sanitize
 
 if TYPE_CHECKING:
     from lockstep.config import Config
 
 DTYPES = ("bfloat16", "float16", "float32")
 COLOCATED = "actor"
+NATIVE = "native"
+EXAMPLE = "fsdp=8 or tensor=4,data=2"
 MAX_DEVICES = 8192  # a plan counts the bytes of every pair of devices
 MAX_STAGING_MIB = 1 << 20
 MAX_GBPS = 1e6
@@ -57,7 +61,7 @@ class Request:
     lora: LoraSpec | None
     link: LinkModel
     staging_bytes: int
-    format: str = "native"
+    format: str = NATIVE
 
     @property
     def colocated(self) -> bool:
@@ -101,15 +105,20 @@ def _read(name: str, value: str | Mapping[str, Any]) -> tuple[dict[str, int], Se
         text = ",".join(f"{axis}={size}" for axis, size in value.items() if axis != "devices")
         if devices is not None and not all(type(d) is int and 0 <= d < MAX_DEVICES for d in devices):
             raise ConfigError(f"{name}: devices must be a list of numbers from 0 to {MAX_DEVICES - 1}; got {devices!r}")
-    else:
+    elif isinstance(value, str):
         text, at, words = value.partition("@")
         devices = _device_numbers(name, words) if at else None
+    else:
+        raise ConfigError(f"{name}: expected a mesh such as {EXAMPLE}; got {value!r}")
+    if "=" not in text and text.strip() != "1":
+        also = did_you_mean(text, [COLOCATED]) if name.endswith("rollout") else ""
+        raise ConfigError(f"{name}: expected a mesh such as {EXAMPLE}; got {value!r}{also}")
+    if re.search(r"\d{8}", text):
+        raise ConfigError(f"{name}: {sanitize(text, 40)} is too large; at most {MAX_DEVICES} devices can be planned")
     try:
-        axes = parse_axes(text) if text.strip() else {}
+        axes = parse_axes(text)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    if not axes and text.strip() != "1":
-        raise ConfigError(f"{name}: expected a mesh such as fsdp=8 or tensor=4,data=2; got {value!r}")
     if math.prod(axes.values()) > MAX_DEVICES:
         raise ConfigError(f"{name}: {text} is {math.prod(axes.values())} devices; at most {MAX_DEVICES} can be planned")
     return axes, devices
@@ -138,7 +147,7 @@ def make_request(
     actor_dtype: str | None = None,
     link: LinkModel | float | None = None,
     staging_bytes: int | None = None,
-    format: str = "native",
+    format: str = NATIVE,
     options: Mapping[str, str] | None = None,
 ) -> Request:
     """The question in words, checked (`lockstep.plan_sync` explains the arguments). options: argument -> what errors
@@ -151,8 +160,9 @@ def make_request(
     for option, value in ((called["dtype"], dtype), (called["actor_dtype"], actor_dtype or dtype)):
         if value not in DTYPES:
             raise ConfigError(
-                f"{option}: expected one of {', '.join(DTYPES)}; got {value!r}{did_you_mean(value, DTYPES)}"
+                f"{option}: expected one of {', '.join(DTYPES)}; got {value!r}{did_you_mean(str(value), DTYPES)}"
             )
+    check_format(format, lora)
     spec = model if isinstance(model, ModelSpec) else load_spec(model)
     return Request(
         name=spec.family if isinstance(model, ModelSpec) else os.fspath(model),
@@ -169,12 +179,13 @@ def make_request(
 
 
 def request_of_recipe(
-    config: Config, *, link: LinkModel | None = None, staging_bytes: int | None = None, format: str = "native"
+    config: Config, *, link: LinkModel | None = None, staging_bytes: int | None = None, format: str = NATIVE
 ) -> Request:
     """What a run of this recipe syncs. Raises ConfigError or ModelError."""
     from lockstep.models.catalog import load_spec
-    from lockstep.train.policy import TRAINABLE_DTYPE, lora_spec
+    from lockstep.train.policy import TRAINABLE_DTYPE, lora_spec, sampler_dtype
 
+    check_format(format, config.lora)
     spec = load_spec(config.model.name)
     available = config.cluster.cpu_devices or config.cluster.num_devices
     roles = assign(config.cluster.shapes, available)
@@ -184,13 +195,22 @@ def request_of_recipe(
         spec=spec,
         actor=actor,
         rollout=actor if actor == rollout else rollout,
-        dtype=TRAINABLE_DTYPE,
+        dtype=sampler_dtype(config),
         actor_dtype=TRAINABLE_DTYPE,
         lora=lora_spec(config.lora, spec),
         link=link or LinkModel(),
-        staging_bytes=DEFAULT_STAGING_BYTES if staging_bytes is None else staging_bytes,
+        staging_bytes=config.sync.staging_mib << 20 if staging_bytes is None else staging_bytes,
         format=format,
     )
+
+
+def check_format(name: str, lora: object) -> None:
+    """Raise ConfigError for a format that nobody declared, and for one that an adapter has no names in."""
+    known = (NATIVE, *FORMATS)
+    if name not in known:
+        raise ConfigError(f"format: expected one of {', '.join(known)}; got {name!r}{did_you_mean(str(name), known)}")
+    if name != NATIVE and lora is not None:
+        raise ConfigError(f"format {name!r} has no names for an adapter's leaves; leave out the format, or the adapter")
 
 
 def read_lora(option: str, lora: int | LoraSpec | None, spec: ModelSpec) -> LoraSpec | None:
@@ -206,6 +226,8 @@ def read_lora(option: str, lora: int | LoraSpec | None, spec: ModelSpec) -> Lora
 
 def read_link(link: LinkModel | float | None, *, bisection_gbps: float | None = None) -> LinkModel:
     """The link model; a number is its Gbit/s. Raises ConfigError for a speed that is not above 0 and finite."""
+    if not (link is None or isinstance(link, LinkModel | int | float)):
+        raise ConfigError(f"link: expected a LinkModel or a number of Gbit/s; got {link!r}")
     model = link if isinstance(link, LinkModel) else LinkModel() if link is None else LinkModel(link_gbps=float(link))
     if bisection_gbps is not None:
         model = replace(model, bisection_gbps=bisection_gbps)

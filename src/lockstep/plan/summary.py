@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.plan.folding import LeafClass, fate, fold
+from lockstep.plan.request import NATIVE
 from lockstep.plan.words import (
     WIDTH,
     certificate_words,
+    counted,
     cuts,
     device_words,
     link_words,
@@ -47,8 +49,9 @@ def _head(answer: Answer) -> list[str]:
         trained = sum(leaf.size for leaf in answer.selected.values())
         crossing = format_bytes(sum(leaf.bytes for leaf in answer.plan.leaves.values()))
         rows.append(["lora", f"rank {request.lora.rank}: {trained:,} parameters, {crossing} in {request.dtype}"])
-    if request.format != "native":
-        rows.append(["format", answer.plan.mapping.name])
+    if request.format != NATIVE:
+        made = sum(bool(target.operations) for target in answer.plan.mapping.targets.values())
+        rows.append(["format", f"{request.format}: {made} of {len(answer.plan.leaves)} leaves are made by operations"])
     for role, grid, dtype in (
         ("actor", request.actor, request.actor_dtype),
         ("rollout", request.rollout, request.dtype),
@@ -63,16 +66,19 @@ def _head(answer: Answer) -> list[str]:
 
 def _leaves(answer: Answer) -> list[str]:
     plan = answer.plan
-    rows = [["leaves", "", "bytes", "", ""]]
+    rows = [["leaves", "", "bytes", ""]]
     for name, meaning in FATES.items():
         group = [leaf for leaf in plan.leaves.values() if fate(leaf) == name]
         size = sum(leaf.bytes if name == "in place" else leaf.bytes_written for leaf in group)
-        rows.append([f"  {name}", f"{len(group)} of {len(plan.leaves)}", format_bytes(size), meaning, ""])
+        rows.append([f"  {name}", f"{len(group)} of {len(plan.leaves)}", format_bytes(size), meaning])
+    lines = table(rows, "lrrl")
     local = sum(leaf.bytes_local for leaf in plan.leaves.values())
     filled = sum(leaf.bytes_filled for leaf in plan.leaves.values())
-    lines = table([row[:4] for row in rows], "lrrl")
+    arrived = plan.bytes_written - local - filled
+    # What crosses in a smaller type than it is written in counts for less on the links.
+    crosses = "" if arrived == plan.bytes_crossing else f" ({format_bytes(plan.bytes_crossing)} as they cross)"
     lines.append(
-        f"  written: {format_bytes(plan.bytes_written)} = {format_bytes(plan.bytes_crossing)} over links"
+        f"  written: {format_bytes(plan.bytes_written)} = {format_bytes(arrived)} over links{crosses}"
         f" + {format_bytes(local)} local + {format_bytes(filled)} zeros"
     )
     return lines
@@ -94,13 +100,18 @@ def _largest(answer: Answer) -> list[str]:
             ]
         )  # fmt: skip
     rest = sum(max(len(row[at]) for row in rows) + 2 for at in range(1, len(rows[0])))
-    return table([[shortened(row[0], max(24, WIDTH - rest)), *row[1:]] for row in rows], "llrrl")
+    return table([[_name(row[0], max(20, WIDTH - rest)), *row[1:]] for row in rows], "llrrl")
+
+
+def _name(cell: str, width: int) -> str:
+    """A first cell: the heading, or an indented name."""
+    return f"  {shortened(cell.strip(), width - 2)}" if cell.startswith(" ") else cell
 
 
 def _source_cuts(found: LeafClass) -> str:
-    """How the first of its source leaves is cut; more of them are counted."""
-    more = f" (+{len(found.first.sources) - 1})" if len(found.first.sources) > 1 else ""
-    return cuts(found.first.source_layout) + more
+    """How the leaves that it is made of are cut: `2 x (fsdp/8,-)`."""
+    count = len(found.first.sources)
+    return f"{count} x {cuts(found.first.source_layout)}" if count > 1 else cuts(found.first.source_layout)
 
 
 def _loads(answer: Answer) -> list[str]:
@@ -111,7 +122,7 @@ def _loads(answer: Answer) -> list[str]:
         ("receive", answer.request.rollout, plan.received),
     ):
         own = loads[np.isin(plan.devices, grid.devices)]
-        where = f"the {'actor' if name == 'send' else 'rollout'}'s {len(grid.devices)} devices"
+        where = f"the {'actor' if name == 'send' else 'rollout'}'s {counted(len(grid.devices), 'device')}"
         rows.append([f"  {name}", format_bytes(int(own.min())), format_bytes(int(own.max())), where])
     passed = plan.sent[~np.isin(plan.devices, answer.request.actor.devices)]
     if passed.any():
@@ -136,7 +147,7 @@ def _cost(answer: Answer) -> list[str]:
             "predicted",
             f"{seconds(plan.seconds)}{ratio}; the busiest link end carries {plan.load_over_bound:.3f} x its bound",
         ),
-        ("rounds", f"{plan.rounds}; receivers {'pass on what they got' if plan.relayed else 'pass nothing on'}"),
+        ("rounds", f"{plan.rounds:,}; receivers {'pass on what they got' if plan.relayed else 'pass nothing on'}"),
         ("staging", staging),
         ("new buffers", f"at most {format_bytes(plan.new_bytes)} on a rollout device, beside what it serves"),
         ("certificate", certificate_words(answer.certificate)),

@@ -55,11 +55,8 @@ def link_words(link_gbps: float, bisection_gbps: float | None, latency_s: float)
 
 
 def shortened(text: str, width: int) -> str:
-    """At most `width` characters, the middle left out."""
-    if len(text) <= width:
-        return text
-    kept = max(2, width - 3)
-    return f"{text[: kept // 2]}...{text[-(kept - kept // 2) :]}"
+    """At most `width` characters; what is left out is the beginning, which leaves share."""
+    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

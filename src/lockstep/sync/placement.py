@@ -24,7 +24,7 @@ from lockstep.text import did_you_mean
 AXES = ("pipeline", "data", "fsdp", "expert", "tensor")
 """Mesh axes in the order in which devices are numbered: the first varies slowest."""
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")  # foreign names have something before it
 
 
 def parse_axes(text: str) -> dict[str, int]:
