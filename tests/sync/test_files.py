@@ -36,7 +36,7 @@ def write(root: Path, version: int, seed: int = 0, max_file_bytes: int = 300) ->
 
 
 def whole_region(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(0, size, 1) for size in shape)
+    return (*(slice(0, size) for size in shape), ...)
 
 
 def read_all(folder: Path) -> None:
@@ -161,7 +161,7 @@ def reseal(folder: Path, **changes: object) -> None:
         ({"shape": [7, 6]}, "140 bytes are not"),
         ({"shape": ["7", 5]}, "other types"),
         ({"dtype": "object"}, "bytes are not|is not known|wrong"),
-        ({"digests": []}, "0 digests for 140 bytes"),
+        ({"crc32": []}, "0 checksums for 140 bytes"),
         ({"file": "../other"}, "lies beyond the end of"),
     ],
 )

@@ -332,7 +332,7 @@ def sides(draw) -> tuple[dict[str, Placed], dict[str, Placed]]:
 
 
 @settings(max_examples=40)
-@given(sides(), st.booleans(), st.sampled_from([1 << 20, 64]))
+@given(sides(), st.booleans(), st.sampled_from([1 << 20, 512]))
 def test_a_plan_made_from_its_description_is_the_same_plan(both, relay, staging):
     plan = make_plan(*both, staging_bytes=staging, relay=relay)
     again = wire.plan_from_json(json.loads(json.dumps(wire.plan_to_json(plan))))

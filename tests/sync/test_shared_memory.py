@@ -229,10 +229,10 @@ def test_released_versions_are_kept_by_count(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_large_leaves_are_digested_block_by_block(tmp_path, monkeypatch):
+def test_large_leaves_are_checked_block_by_block(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_memory, "BLOCK_BYTES", 32)
     owned = write_segment(tmp_path / "s", 1, mapping(), source())
     with Segment(owned.path) as opened:
-        assert len(opened.manifest["leaves"]["w"]["digests"]) == 4  # 120 bytes
+        assert len(opened.manifest["leaves"]["w"]["crc32"]) == 4  # 120 bytes
         opened.check()
     owned.withdraw()

@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from types import EllipsisType
 
 import jax
 import numpy as np
@@ -17,12 +18,14 @@ from lockstep.cluster.sharding import describe_layout
 from lockstep.errors import SyncError
 from lockstep.sync.ends import check_destination
 from lockstep.sync.foreign import WeightsError
-from lockstep.sync.mapping import FormatMap, Target, materialise, whole
-from lockstep.sync.moves import Move, Prepared, held_boxes, prepare
+from lockstep.sync.mapping import FormatMap, Target, materialise
+from lockstep.sync.mapping import whole as whole_leaf
+from lockstep.sync.moves import Move, Prepared, Span, held_boxes, prepare
 from lockstep.sync.plan import SyncPlan
 from lockstep.sync.transport import Deadline
 
-Region = tuple[slice, ...]
+Region = tuple[slice | EllipsisType, ...]
+"""To index a leaf with; the ellipsis at its end keeps what is read of a scalar an array."""
 
 
 @contextlib.contextmanager
@@ -72,7 +75,7 @@ def _made(target: Target, held: Mapping[str, np.ndarray]) -> np.ndarray:
     if len(target.pieces) == 1:
         (piece,) = target.pieces
         leaf = held[piece.source]
-        as_it_is = whole(piece.source, leaf.shape, target.dtype).pieces == target.pieces
+        as_it_is = whole_leaf(piece.source, leaf.shape, target.dtype).pieces == target.pieces
         if as_it_is and leaf.shape == target.shape and leaf.dtype.name == target.dtype:
             return leaf
     return materialise(target, held)
@@ -112,13 +115,17 @@ def place(
                 part.fill(0)
         for move in own:
             low = [start for start, _ in boxes[path][move.receiver]]
-            at = tuple(slice(w.start + o, w.stop + o, w.step) for w, o in zip(move.write_at, low, strict=True))
-            block = read(path, at)
-            _copy(parts[move.receiver][(*move.write_at, ...)], block)  # of a scalar, too, a view
+            whole = tuple((at + start, size, step) for (at, size, step), start in zip(move.write, low, strict=True))
+            block = read(path, _region(whole))
+            _copy(parts[move.receiver][_region(move.write)], block)
             links[move.sender, move.receiver] += block.size * np.dtype(leaf.wire_dtype).itemsize
         tree[path] = _adopted(leaf.shape, destination[path], {numbers[n]: part for n, part in parts.items()})
     jax.block_until_ready(tree)
     return {path: tree[path] for path in plan.leaves}, dict(links)
+
+
+def _region(span: Span) -> Region:
+    return (*(slice(start, start + (size - 1) * step + 1, step) for start, size, step in span), ...)
 
 
 def _adopted(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, np.ndarray]) -> jax.Array:

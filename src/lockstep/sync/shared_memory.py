@@ -41,7 +41,7 @@ from lockstep.sync.plan import SyncPlan
 from lockstep.sync.transport import Deadline, Sent, Staged
 
 DIRECTORY = Path("/dev/shm")
-BLOCK_BYTES = 16 << 20  # of a leaf per digest
+BLOCK_BYTES = 4 << 20  # of a leaf per checksum
 _ALIGNMENT = 64
 
 
@@ -92,8 +92,7 @@ def write_segment(
             os.posix_fallocate(fd, 0, at)  # else a full memory file system kills who writes, with SIGBUS
         with mmap.mmap(fd, at) as memory:
             for target, array in host_targets(mapping, source, check):
-                digests = _put(memory, leaves[target.path]["offset"], array)
-                leaves[target.path]["digests"] = digests
+                leaves[target.path]["crc32"] = _put(memory, leaves[target.path]["offset"], array)
         manifest = json.dumps(
             {
                 "format": foreign.FORMAT,
@@ -120,13 +119,13 @@ def write_segment(
 
 
 def _put(memory: mmap.mmap, at: int, array: np.ndarray) -> list[str]:
-    """Copy a leaf to its place; the digests of what is there then."""
+    """Copy a leaf to its place; the checksums of what is there then."""
     if not array.size:
         return []
     place = np.frombuffer(memory, np.uint8, array.nbytes, at)
     bits = f"u{array.dtype.itemsize}"
     np.copyto(place.view(bits).reshape(array.shape), array.view(bits))
-    return foreign.block_digests(place.data, BLOCK_BYTES)
+    return foreign.checksums(place.data, BLOCK_BYTES)
 
 
 class SharedMemoryTransport:
@@ -213,7 +212,7 @@ class SharedMemoryTransport:
                 if leaf not in views:
                     views.clear()  # one leaf at a time
                     views[leaf] = segment.array(leaf)
-                return views[leaf][(*region, ...)]
+                return views[leaf][region]
 
             try:
                 tree, links = place(plan, destination, numbers, read, self.name, deadline, version, self._memory)

@@ -4,7 +4,7 @@
     v000012/manifest.json                  written last, and at once
 
 The manifest names version, policy digest, plan, format map, every file with its size, and for every leaf its file,
-place, shape, type, and the digests of its blocks; and it carries its own digest. A reader takes nothing on trust: a
+place, shape, type, and the checksums of its blocks; and it carries its own digest. A reader takes nothing on trust: a
 folder without a manifest, with a file missing, cut short, grown or left over, with a manifest of another version or
 plan, or with one flipped bit in what is read is refused by name.
 
@@ -24,17 +24,18 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from lockstep.errors import SyncError
 from lockstep.files import fsync_dir, write_atomic
-from lockstep.sync.foreign import FORMAT, WeightsError, block_digests, check_leaves, digest, wrong_blocks
+from lockstep.sync.foreign import FORMAT, WeightsError, check_leaves, checksums, digest, wrong_blocks
 from lockstep.sync.mapping import Target
 
 MANIFEST = "manifest.json"
-BLOCK_BYTES = 16 << 20  # of a leaf per digest: what is read of a leaf is checked by whole blocks
+BLOCK_BYTES = 4 << 20  # of a leaf per checksum: what is read of a leaf is checked by whole blocks
 MAX_FILE_BYTES = 4 << 30
 _GONE = ".removed-"
 _SAFETENSORS = {
@@ -184,8 +185,8 @@ class VersionFolder:
                     raise WeightsError(f"{self.folder}: {path} lies beyond the end of {leaf['file']}")
         return {**manifest, "digest": claimed}
 
-    def read(self, path: str, region: tuple[slice, ...]) -> np.ndarray:
-        """A region of a leaf, as a view of the file. Only its rows are read, and held against their digests. Raises
+    def read(self, path: str, region: tuple[slice | EllipsisType, ...]) -> np.ndarray:
+        """A region of a leaf, as a view of the file. Only its rows are read, and held against their checksums. Raises
         WeightsError when they differ. Drop views before `close`."""
         leaf = self.manifest["leaves"][path]
         shape, dtype = tuple(leaf["shape"]), np.dtype(leaf["dtype"])
@@ -193,16 +194,16 @@ class VersionFolder:
             return np.empty(shape, dtype)[region]
         flat = np.frombuffer(self._mapped(leaf["file"]), np.uint8, leaf["bytes"], leaf["offset"])
         row = leaf["bytes"] // shape[0] if shape else leaf["bytes"]
-        rows = region[0].indices(shape[0]) if shape else (0, 1, 1)
+        rows = region[0].indices(shape[0]) if isinstance(region[0], slice) else (0, 1, 1)
         block = self.manifest["block_bytes"]
         needed = range(rows[0] * row // block, -(-rows[1] * row // block))
         good = self._good.setdefault(path, set())
-        if bad := wrong_blocks(flat.data, leaf["digests"], block, [n for n in needed if n not in good]):
+        if bad := wrong_blocks(flat.data, leaf["crc32"], block, [n for n in needed if n not in good]):
             raise WeightsError(
-                f"{self.folder / leaf['file']}: {path} was altered, in {len(bad)} of {len(leaf['digests'])} blocks"
+                f"{self.folder / leaf['file']}: {path} was altered, in {len(bad)} of {len(leaf['crc32'])} blocks"
             )
         good.update(needed)
-        return flat.view(dtype).reshape(shape)[(*region, ...)]
+        return flat.view(dtype).reshape(shape)[region]
 
     def bytes_of(self, name: str) -> bytes:
         """A whole file of the folder."""
@@ -286,7 +287,7 @@ def _write_file(
                 "dtype": target.dtype,
                 "offset": start + header[target.path]["data_offsets"][0],
                 "bytes": data.nbytes,
-                "digests": block_digests(data, BLOCK_BYTES),
+                "crc32": checksums(data, BLOCK_BYTES),
             }
         file.flush()
         os.fsync(file.fileno())
