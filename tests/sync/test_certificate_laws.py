@@ -3,11 +3,12 @@ was tampered with: either the certificate refuses it or carrying it out still do
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import ml_dtypes  # noqa: F401  (teaches numpy the name `bfloat16`)
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from lockstep.sync.mapping import FormatMap, Target, materialise, whole
 from lockstep.sync.plan import Placed, Region, SyncPlan, Transfer, TransferTable
 from lockstep.sync.planner import make_plan
 
+Change = Callable[[list[Transfer]], list[Transfer]]
 AXES = ("a", "b", "c")
 
 
@@ -258,3 +260,77 @@ def test_nothing_can_be_left_out_or_done_twice(made: Sides, data: st.DataObject)
     at = data.draw(st.integers(0, len(transfers) - 1))
     for changed in (transfers[:at] + transfers[at + 1 :], [*transfers, transfers[at]]):
         assert "coverage" in check(replace(plan, transfers=Listed(changed))).failed
+
+
+def edited(plan: SyncPlan, change: Change) -> SyncPlan:
+    return replace(plan, transfers=Listed(change(list(plan.transfers()))))
+
+
+def first(transfers: list[Transfer], **wanted: object) -> int:
+    """The first transfer with these attributes that goes over a link."""
+    for at, one in enumerate(transfers):
+        if one.receivers != (one.sender,) and all(getattr(one, name) == value for name, value in wanted.items()):
+            return at
+    raise AssertionError(f"no transfer with {wanted}")
+
+
+def changed(target: str, change: Callable[[Transfer], Transfer], **wanted: object) -> Change:
+    def edit(transfers: list[Transfer]) -> list[Transfer]:
+        at = first(transfers, target=target, **wanted)
+        return [*transfers[:at], change(transfers[at]), *transfers[at + 1 :]]
+
+    return edit
+
+
+def relayed_plan() -> SyncPlan:
+    """One source, eight copies: passed on from receiver to receiver."""
+    source = {"w": Placed((64, 4), "float32", Layout(MeshShape((("x", 1),), (0,)), ((), ())))}
+    mesh = MeshShape((("data", 8),), tuple(range(1, 9)))
+    return make_plan(source, {"w": Placed((64, 4), "float32", Layout(mesh, ((), ())))}, staging_bytes=512)
+
+
+def test_a_relayed_plan_passes() -> None:
+    plan = relayed_plan()
+    assert plan.relayed and any(transfer.relay for transfer in plan.transfers())
+    check(plan).require()
+
+
+def relays_first(transfers: list[Transfer]) -> list[Transfer]:
+    return [replace(t, round=0) if t.relay else t for t in transfers]
+
+
+def swap_relay(one: Transfer) -> Transfer:
+    """One of the receivers passes it on, to the relay among others; but it has not got it."""
+    return replace(one, sender=one.receivers[0], receivers=(one.sender, *one.receivers[1:]))
+
+
+RELAYED: dict[str, tuple[Change, str]] = {
+    "relayed before it arrived": (relays_first, "relays"),
+    "relayed by another receiver": (changed("w", swap_relay, relay=True), "coverage"),
+    "relayed by the source": (changed("w", lambda t: replace(t, sender=0), relay=True), "relays"),
+    "a relayed copy twice": (lambda ts: [*ts, ts[first(ts, relay=True)]], "coverage"),
+    "said not to be a relay": (changed("w", lambda t: replace(t, relay=False), relay=True), "provenance"),
+    "never sent to the relay": (lambda ts: [t for t in ts if t is not ts[first(ts, relay=False)]], "coverage"),
+}
+
+
+@pytest.mark.parametrize("name", RELAYED)
+def test_a_corrupted_relay_is_refused(name: str) -> None:
+    change, expected = RELAYED[name]
+    assert expected in check(edited(relayed_plan(), change)).failed
+
+
+def hops(*rounds: int) -> Change:
+    """Device 0 to 1, 1 to 2, ... 7 to 8, all of it, in these rounds."""
+    whole_leaf = ((0, 64, 1), (0, 4, 1))
+    return lambda _: [
+        Transfer("w", 0, "w", whole_leaf, whole_leaf, at, (at + 1,), 1024, number, relay=at > 0)
+        for at, number in enumerate(rounds)
+    ]
+
+
+def test_a_relay_may_pass_on_what_was_relayed_but_not_before() -> None:
+    plan = relayed_plan()
+    assert not {"relays", "coverage", "provenance"} & set(check(edited(plan, hops(*range(8)))).failed)
+    assert "relays" in check(edited(plan, hops(0, 1, 2, 3, 3, 4, 5, 6))).failed
+    assert "relays" in check(edited(plan, hops(0, 1, 2, 4, 3, 5, 6, 7))).failed

@@ -22,13 +22,14 @@ class Batch:
     """Leaves that are alike but for names, fixed indices and transfers, so that they can be examined as one column.
 
     destination: of the first. places: what the source holds for each piece of the first; of the others it has the same
-    shape, dtype and layout."""
+    shape, dtype and layout. rounds: of the plan."""
 
     targets: list[Target]
     leaves: list[LeafPlan]
     tables: list[list[TransferTable]]
     destination: Placed
     places: list[Placed]
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ def prove_written(batch: Batch, fail: Fail) -> LeafProof:
     moves = columns(batch.targets, batch.tables, ranks, devices, fail)
     if moves is None:
         return LeafProof(by_device, new, None, 0, 0)
+    late = (moves.round < 0) | (moves.round >= batch.rounds)
+    if late.any():
+        fail("rounds", f"{moves.show(int(np.argmax(late)))} is in none of the plan's {batch.rounds} rounds")
     intervals = _prove_transfers(target.shape, moves, pieces, boxes, whole, places, wire, fail)
     over = ~moves.local | (moves.size[moves.group] != 1)
     got = _per_leaf(moves, np.where(over, moves.bytes, 0))
@@ -133,7 +137,6 @@ def _prove_transfers(
         moves.bytes == volume * wire[moves.piece % max(1, len(wire))],
         "does not claim the bytes of its elements",
     )
-    expect("rounds", moves.round >= 0, "has no round")
     expect("provenance", ~moves.local | ((size == 1) & ~moves.relay), "has its sender among several receivers")
     expect("provenance", size > 0, "has no receiver")
     expect("provenance", moves.relay | _holds(moves, places), "is sent by a device that does not hold it")

@@ -45,6 +45,8 @@ def held(layout: Layout, shape: tuple[int, ...]) -> np.ndarray:
 
 def rows_of(devices: tuple[int, ...], wanted: np.ndarray) -> np.ndarray:
     """Row of each wanted device number in `devices`; -1 for one that is not among them."""
+    if not devices:
+        return np.full(len(wanted), -1, np.int64)
     order, numbers = _sorted(devices)
     at = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
     return np.where(numbers[at] == wanted, order[at], -1)
