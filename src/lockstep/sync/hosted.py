@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from lockstep.cluster.devices import HostMemory, adopt, default_memory
+from lockstep.cluster.devices import HostMemory
 from lockstep.cluster.sharding import describe_layout
 from lockstep.errors import SyncError
 from lockstep.sync.ends import check_destination
@@ -21,6 +21,7 @@ from lockstep.sync.foreign import WeightsError
 from lockstep.sync.mapping import FormatMap, Target, materialise
 from lockstep.sync.mapping import whole as whole_leaf
 from lockstep.sync.moves import Move, Prepared, Span, held_boxes, prepare
+from lockstep.sync.parts import adopted, copy, fresh
 from lockstep.sync.plan import SyncPlan
 from lockstep.sync.transport import Deadline
 
@@ -48,7 +49,7 @@ def gather(path: str, leaf: jax.Array) -> np.ndarray:
     out = np.empty(leaf.shape, leaf.dtype)
     for shard in leaf.addressable_shards:
         if shard.replica_id == 0:
-            out[shard.index] = np.asarray(shard.data)
+            copy(out[(*shard.index, ...)], np.asarray(shard.data))
     return out
 
 
@@ -108,37 +109,20 @@ def place(
     for path, own in by_leaf.items():
         if not deadline.remaining():
             raise deadline.missed("the receiver", f"what was left in {name}", f"{path} to be read", version)
-        leaf, dtype = plan.leaves[path], np.dtype(plan.leaves[path].dtype)
-        parts = {number: memory.empty(shape, dtype) for number, shape in prepared.parts[path].items()}
-        if path in prepared.fills:
-            for part in parts.values():
-                part.fill(0)
+        leaf, parts = plan.leaves[path], fresh(plan, prepared, path, memory)
         for move in own:
             low = [start for start, _ in boxes[path][move.receiver]]
             whole = tuple((at + start, size, step) for (at, size, step), start in zip(move.write, low, strict=True))
             block = read(path, _region(whole))
-            _copy(parts[move.receiver][_region(move.write)], block)
+            copy(parts[move.receiver][_region(move.write)], block)
             links[move.sender, move.receiver] += block.size * np.dtype(leaf.wire_dtype).itemsize
-        tree[path] = _adopted(leaf.shape, destination[path], {numbers[n]: part for n, part in parts.items()})
+        tree[path] = adopted(leaf.shape, destination[path], {numbers[n]: part for n, part in parts.items()})
     jax.block_until_ready(tree)
     return {path: tree[path] for path in plan.leaves}, dict(links)
 
 
 def _region(span: Span) -> Region:
     return (*(slice(start, start + (size - 1) * step + 1, step) for start, size, step in span), ...)
-
-
-def _adopted(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, np.ndarray]) -> jax.Array:
-    kind = default_memory(next(iter(parts)))
-    if sharding.memory_kind in (None, kind):
-        return adopt(shape, sharding, parts)
-    return jax.device_put(adopt(shape, sharding.with_memory_kind(kind), parts), sharding)
-
-
-def _copy(into: np.ndarray, block: np.ndarray) -> None:
-    # As integers: numpy copies types that it does not know itself element by element.
-    bits = f"u{into.dtype.itemsize}"
-    into.view(bits)[...] = block.view(bits)
 
 
 @lru_cache(maxsize=4)

@@ -35,11 +35,12 @@ import jax
 from jax.experimental import transfer
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from lockstep.cluster.devices import in_host_memory
+from lockstep.cluster.devices import HostMemory, in_host_memory
 from lockstep.errors import SyncError
 from lockstep.sync import local_device
 from lockstep.sync.ends import check_destination, checked_source
 from lockstep.sync.moves import Move, Prepared, prepare
+from lockstep.sync.parts import Parts, cut, parts_of
 from lockstep.sync.plan import SyncPlan
 from lockstep.sync.transport import Deadline, Sent, Staged
 
@@ -102,6 +103,7 @@ class TransferTransport:
         self._outboxes: dict[int, _Outbox] = {}
         self._tickets: dict[int, Ticket] = {}
         self._prepared: tuple[str, Prepared] | None = None
+        self._memory = HostMemory()
 
     # -- the sender ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class TransferTransport:
         number = box.cut
         for link, moves in box.rounds[number].items():
             cuts = [
-                local_device.cut(box.shards[move.source][move.sender], move, box.plan.leaves[move.target].wire_dtype)
+                cut(box.shards[move.source][move.sender], move, box.plan.leaves[move.target].wire_dtype, self._memory)
                 for move in moves
             ]
             self._offer(box, number, link, cuts)
@@ -200,16 +202,19 @@ class TransferTransport:
         client = next(iter(numbers.values())).client
         server, address = endpoint(client, self._host), ticket["address"]
         prepared = self._prepare(plan)
-        pulling = _Pulling(version, plan, prepared, numbers, deadline, address)
+        parts = parts_of(plan, prepared, numbers, self._memory)
+        pulling = _Pulling(version, plan, parts, numbers, deadline, address)
         try:
             connection = server.connect(address)
             for number, moves in enumerate(prepared.rounds):
-                pulling.pull(connection, ticket["nonce"], number, _links(moves))
+                what = f"round {number + 1} of {len(prepared.rounds)}"
+                pulling.pull(connection, ticket["nonce"], number, _links(moves), what)
                 pulling.relay(moves)
-                pulling.settle(f"round {number + 1} of {len(prepared.rounds)} to be put into place")
+                pulling.wait(parts.pending(), f"{what} to be put into place")
                 if self.on_round is not None:
                     self.on_round(version, number)
-            tree = pulling.assembled(destination)
+            tree = parts.assembled(destination)
+            pulling.wait(list(tree.values()), "the leaves to be put together")
         except (RuntimeError, ValueError) as error:  # jaxlib's errors are RuntimeErrors; an address can be no address
             raise SyncError(f"sync: version {version} could not be pulled from {address}: {error}") from error
         return Staged(tree, pulling.link_bytes, time.perf_counter() - start)
@@ -227,83 +232,58 @@ class _Pulling:
         self,
         version: int,
         plan: SyncPlan,
-        prepared: Prepared,
+        parts: Parts,
         numbers: Mapping[int, jax.Device],
         deadline: Deadline,
         address: str,
     ) -> None:
-        self._version, self._plan, self._prepared, self._numbers = version, plan, prepared, numbers
+        self._version, self._plan, self._parts, self._numbers = version, plan, parts, numbers
         self._deadline, self._address = deadline, address
-        self._parts: dict[str, dict[int, jax.Array]] = {path: {} for path in prepared.parts}
-        self._touched: set[tuple[str, int]] = set()
         self.link_bytes: dict[Link, int] = {}
 
     def pull(
-        self, connection: transfer.TransferConnection, nonce: str, number: int, links: Mapping[Link, list[Move]]
+        self,
+        connection: transfer.TransferConnection,
+        nonce: str,
+        number: int,
+        links: Mapping[Link, list[Move]],
+        what: str,
     ) -> None:
         """Pull a round's offers, all at the same time, wait for them, put them into place."""
         under_way = {
             link: connection.pull(_number_of(nonce, number, link), [self._form(move) for move in moves])
             for link, moves in links.items()
         }
-        rounds = len(self._prepared.rounds)
-        _wait(
-            [array for arrays in under_way.values() for array in arrays],
-            lambda left: self._deadline.missed(
-                "the receiver", f"the sender at {self._address}",
-                f"round {number + 1} of {rounds}: {left} of {sum(map(len, links.values()))} boxes had not arrived",
-                self._version,
-            ),
-            self._deadline,
-        )  # fmt: skip
+        count = sum(map(len, links.values()))
+
+        def missed(left: int) -> SyncError:
+            missing = f"{what}: {left} of {count} boxes had not arrived"
+            return self._deadline.missed("the receiver", f"the sender at {self._address}", missing, self._version)
+
+        _wait([array for arrays in under_way.values() for array in arrays], missed, self._deadline)
         for link, moves in links.items():
             for move, block in zip(moves, under_way[link], strict=True):
-                self._take(move, block)
+                self._count(link, block.nbytes)
+                self._parts.take(move, block)
 
     def relay(self, moves: tuple[Move, ...]) -> None:
         """What this round passes on between devices of this process."""
         for move in moves:
             if move.relay:
-                held = self._parts[move.target][move.sender]
-                block = local_device.cut(held, move, self._plan.leaves[move.target].wire_dtype)
-                self._take(move, jax.device_put(block, self._numbers[move.receiver]))
+                self._count((move.sender, move.receiver), self._parts.relay(move))
 
-    def settle(self, what: str) -> None:
-        """Wait until what was put into place is there: only then is staged memory free, and the round has arrived."""
-        arrays = [self._parts[path][number] for path, number in self._touched]
-        self._touched.clear()
+    def wait(self, arrays: list[jax.Array], what: str) -> None:
+        """Until this process's own devices are done: only then is staged memory free, and the round has arrived."""
         _wait(
-            arrays,
-            lambda _: self._deadline.missed("the receiver", "its devices", what, self._version),
-            self._deadline,
+            arrays, lambda _: self._deadline.missed("the receiver", "its devices", what, self._version), self._deadline
         )
-
-    def assembled(self, destination: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        """The whole leaves, in the plan's order."""
-        tree = {}
-        for path, leaf in self._plan.leaves.items():
-            shapes = self._prepared.parts[path]
-            tree[path] = local_device.assemble(
-                self._parts[path], leaf.dtype, shapes, leaf.shape, destination[path], dict(self._numbers)
-            )
-        what = "the leaves to be put together"
-        _wait(
-            list(tree.values()),
-            lambda _: self._deadline.missed("the receiver", "its devices", what, self._version),
-            self._deadline,
-        )
-        return tree
 
     def _form(self, move: Move) -> jax.ShapeDtypeStruct:
         place = SingleDeviceSharding(self._numbers[move.receiver])
         return jax.ShapeDtypeStruct(move.shape, self._plan.leaves[move.target].wire_dtype, sharding=place)
 
-    def _take(self, move: Move, block: jax.Array) -> None:
-        link = move.sender, move.receiver
-        self.link_bytes[link] = self.link_bytes.get(link, 0) + block.nbytes
-        shape, dtype = self._prepared.parts[move.target][move.receiver], self._plan.leaves[move.target].dtype
-        local_device.put_in(self._parts[move.target], move, block, shape, dtype)
-        self._touched.add((move.target, move.receiver))
+    def _count(self, link: Link, size: int) -> None:
+        self.link_bytes[link] = self.link_bytes.get(link, 0) + size
 
 
 def _links(moves: tuple[Move, ...]) -> dict[Link, list[Move]]:
