@@ -25,6 +25,7 @@ from lockstep.sync.digest import FOLD, LANES, keys, word_bytes
 # On XLA:CPU a sum over rows that are taken eight at a time is vectorised, with an eighth of the additions at full
 # width; sixteen is where its fusion gives up.
 _ROWS = 8
+_SMALL = 1 << 16  # elements; below, rows are taken one at a time, which compiles in a third of the time
 _ZERO = np.uint64(0)
 
 
@@ -159,20 +160,20 @@ def _sums(leaf: jax.Array, numbers: list[jax.Array], keep: bool) -> jax.Array:
         leading = (leading[:, :, None] * more.astype(jnp.uint64)[:, None, :]).reshape(LANES, -1)
     kept = before[0] if keep else 1
     blocks = bits.reshape(kept, math.prod(before) // kept, rows, columns)
-    full = rows - rows % _ROWS
+    height = min(rows, _ROWS if bits.size >= _SMALL else 1)
+    full = rows - rows % height
     total = jnp.zeros((kept, LANES), jnp.uint64)
-    for first, last in ((0, full), (full, rows)):
+    for first, last, together in ((0, full, height), (full, rows, rows - full)):
         if first < last:
             part = blocks[:, :, first:last]
-            total = total + _matrix_sums(part, leading, row_numbers[:, first:last], numbers[-1])
+            total = total + _matrix_sums(part, leading, row_numbers[:, first:last], numbers[-1], together)
     return total if keep else total[0]
 
 
-def _matrix_sums(blocks: jax.Array, leading: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """[kept, LANES] of [kept, M, R, C]. leading: [LANES, M] uint64. rows: [LANES, R], R a multiple of _ROWS or less
-    than it. columns: [LANES, C]."""
+def _matrix_sums(blocks: jax.Array, leading: jax.Array, rows: jax.Array, columns: jax.Array, height: int) -> jax.Array:
+    """[kept, LANES] of [kept, M, R, C]. leading: [LANES, M] uint64. rows: [LANES, R]. columns: [LANES, C]. height: rows
+    taken at a time; divides R."""
     kept, m, r, c = blocks.shape
-    height = min(_ROWS, r)
     tall = blocks.reshape(kept, m, r // height, height, c)
     rows = rows.reshape(LANES, r // height, height).astype(jnp.uint64)
     wide = []
