@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.words import Add
+from lockstep.cli.words import Add, shown
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.json == "-":
         print(dumps(found), end="")
     else:
-        print(found.summary)
+        print(shown(found.summary))
 
 
 def _request(options: argparse.Namespace) -> Request:

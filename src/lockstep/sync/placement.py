@@ -95,7 +95,7 @@ def placed(
 
 def _stages(axes: Mapping[str, int], devices: tuple[int, ...]) -> list[MeshShape]:
     """One mesh per pipeline stage, of the other axes."""
-    kept = tuple((axis, axes[axis]) for axis in AXES[1:] if axes.get(axis, 1) > 1)
+    kept = tuple((axis, axes[axis]) for axis in AXES[1:] if axis in axes)
     stages = axes.get("pipeline", 1)
     size = len(devices) // stages
     return [MeshShape(kept, devices[at * size : (at + 1) * size]) for at in range(stages)]

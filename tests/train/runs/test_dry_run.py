@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from lockstep.cluster.devices import default_memory
@@ -14,6 +15,8 @@ from lockstep.models.catalog import load_spec
 from lockstep.models.hf import save_folder
 from lockstep.models.init import init_params
 from lockstep.models.spec import num_parameters
+from lockstep.plan.answer import plan_of
+from lockstep.plan.request import request_of_recipe
 from lockstep.train.assembly import build, bytes_per_role, device_bytes, snapshot_column
 from lockstep.train.dry_run import describe, planned_bytes
 from lockstep.train.policy import split_leaves
@@ -97,6 +100,19 @@ def test_the_plan_is_printed(kit, tmp_path) -> None:
     assert "gradients/device" in rows["role"] and "staged/device" in rows["role"] and "snapshot" in rows["role"]
     assert "fsdp=2 tensor=2" in rows["actor"] and "0-3" in rows["actor"] and "4-5" in rows["rollout"]
     assert "8 of 8 devices used" in text
+
+
+@pytest.mark.parametrize("more", [[], ["--model.dtype=bfloat16"], ["--lora=none", "--sync.staging_mib=1"]])
+def test_the_plan_that_is_printed_is_the_one_that_runs(kit, opened, left, tmp_path, more: list[str]) -> None:
+    config = kit.config(tmp_path, APART, *more)
+    with opened(config) as loop:
+        loop.start()
+    (receipt,) = left(loop.run_dir).receipts()
+    plan = plan_of(request_of_recipe(config))
+    assert receipt["plan"] == plan.hash
+    assert receipt["bytes_moved"] == plan.bytes_written and receipt["bytes_crossing"] == plan.bytes_crossing
+    links = [(a, b, n) for (a, b), n in np.ndenumerate(plan.links) if n]
+    assert receipt["links"] == [[plan.devices[a], plan.devices[b], int(n)] for a, b, n in links]
 
 
 def test_the_sync_cost_is_the_receipts(kit, opened, left, tmp_path) -> None:

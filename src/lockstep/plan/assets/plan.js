@@ -111,7 +111,8 @@ function drawSide(side, leaf, part, selected) {
   const shape = side === "source" ? leaf.sources[part].shape : leaf.shape;
   const layout = data.layouts[at];
   const form = geometry(layout, shape);
-  const height = form.height * WIDTH;
+  // Several sources share the column's height.
+  const height = form.height * WIDTH * (side === "source" && leaf.sources.length > 1 ? 0.45 : 1);
   const active = state.side === side && (side === "target" || state.part === part);
   const touched = new Set(selected.map((f) => (side === "source" ? `${f[1]}.${f[2]}` : `0.${f[0]}`)));
   const svg = make("svg", {
