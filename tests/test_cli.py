@@ -138,6 +138,8 @@ WRONG = [
     (["generate", "m", "--prompt", "x", "--samples", "0"], "argument --samples: expected a whole number >= 1, got '0'"),
     (["generate", "m", "--prompt", "x", "--temperature", "nan"], "--temperature: expected a number >= 0, got 'nan'"),
     (["generate", "m", "--prompt", "x", "--seed", "1.5"], "--seed: expected a whole number >= 0, got '1.5'"),
+    (["generate", "m", "--prompt", "x", "--top-k", "0"], "--top-k: expected a whole number >= 1, got '0'"),
+    (["generate", "m", "--prompt", "x", "--presence-penalty", "nan"], "--presence-penalty: expected a number, got"),
     (["generate", "m"], "required: --prompt"),
     (["generate", "./nowhere", "--prompt", "x"], "error: './nowhere' is neither a known model"),
     (["reprot", "x"], "invalid choice: 'reprot'"),
@@ -288,6 +290,16 @@ def test_run_report_export_generate(lockstep, recipe, tmp_path, monkeypatch) -> 
     code, several, err = lockstep(*words, "--prompt", "2+", "--samples", "2", "--stop", r"\n", "--numerics", "fast")
     assert code == 0, err
     assert alone and several.count("--- prompt ") == 4 and "--- prompt 2, sample 1: " in several
+    code, lines, err = lockstep(*words, "--top-p", "0.5", "--top-logprobs", "2", "--samples", "2", "--json")
+    assert code == 0, err
+    records = [json.loads(line) for line in lines.splitlines()]
+    assert [r["sample"] for r in records] == [0, 1] and records[0]["prompt"] == "1+"
+    for r in records:
+        lengths = {len(r[k]) for k in ("completion_ids", "logprobs", "kept_logmass", "top_ids", "top_logprobs")}
+        assert lengths == {len(r["completion_ids"])} and all(len(ids) == 2 for ids in r["top_ids"])
+        assert max(r["kept_logmass"]) <= 0
+    greedy = [lockstep(*words, *how)[1] for how in (("--greedy",), ("--temperature", "0"))]
+    assert greedy[0] == greedy[1]
 
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(monkeypatch) -> None:

@@ -1,6 +1,6 @@
 """Imports go one way, and what answers fast imports nothing heavy.
 
-    types, errors, files, text, ops; schema, sections, overrides, config, keydocs
+    types, errors, files, text, ops; schema, sections, rollout_section, overrides, config, keydocs
       <- models <- cluster <- sync, rollout, algorithms, envs
       <- train, checkpoint, store, metrics, report, plan, progress, environment <- cli
 
@@ -20,7 +20,19 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src"
 LAYERS = [
-    {"errors", "types", "schema", "sections", "overrides", "config", "keydocs", "files", "text", "ops"},
+    {
+        "errors",
+        "types",
+        "schema",
+        "sections",
+        "rollout_section",
+        "overrides",
+        "config",
+        "keydocs",
+        "files",
+        "text",
+        "ops",
+    },
     {"models"},
     {"cluster"},
     {"sync", "rollout", "algorithms", "envs"},

@@ -19,6 +19,7 @@ from pydantic import model_validator
 
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
+from lockstep.rollout_section import RolloutConfig
 from lockstep.schema import REQUIRED, Problems, Section, key, plain, validate
 from lockstep.sections import (
     ROLES,
@@ -32,7 +33,6 @@ from lockstep.sections import (
     RewardConfig,
     RewardFunction,
     Role,
-    RolloutConfig,
     RunConfig,
     SyncConfig,
     TaskConfig,

@@ -298,44 +298,6 @@ class RewardConfig(Section):
         return self
 
 
-class RolloutConfig(Section):
-    prompts: Int = key(16, "Prompts (groups) per step.", ge=1, also=("batch_size", "prompts_per_step"))
-    samples: Int = key(
-        8,
-        "Completions per prompt (size of a group).",
-        ge=2,
-        why="a group of one is its own mean, so its advantage is always 0 and nothing is learnt; 8 is usual",
-        also=("num_generations", "group_size", "n", "num_samples"),
-    )
-    max_new_tokens: Int = key(
-        128, "Completion tokens at most, the stop token included.", ge=1, also=("max_tokens", "max_completion_length")
-    )
-    temperature: Float = key(
-        1.0,
-        "Samples are drawn from softmax(logits / temperature).",
-        gt=0,
-        why="at 0 every sample of a group is the same, so no advantage is left to train on; use 1.0",
-    )
-    stop: tuple[Annotated[str, Expects("text, not empty")], ...] = key(
-        (),
-        "Texts that end a completion, each exactly one token; the model's end tokens always do.",
-        also=("stop_strings",),
-    )
-    slots: Int = key(
-        128, "Sequences decoded together on each device; whole tiles in exact mode.", ge=1, also=("max_num_seqs",)
-    )
-    page_size: Int = key(16, "Tokens per page of the key-value cache.", ge=1, also=("block_size",))
-    num_pages: Int = key(0, "Pages of the key-value cache; 0: enough for every slot at full length.", ge=0)
-
-    @model_validator(mode="after")
-    def _stops(self) -> RolloutConfig:
-        if "" in self.stop:
-            raise ValueError("`rollout.stop` holds an empty text, which ends nothing; leave it out")
-        if len(set(self.stop)) < len(self.stop):
-            raise ValueError(f"`rollout.stop` = {literal(self.stop)} holds a text twice; once is enough")
-        return self
-
-
 class AlgorithmConfig(Section):
     name: Literal["grpo"] = key("grpo", "Group z-score advantages, clipped ratio (Shao et al. 2024).")
     clip_low: Float = key(0.2, "The ratio is clipped below at 1 - clip_low.", gt=0, le=1, also=("epsilon", "clip"))

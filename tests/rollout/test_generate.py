@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.errors import CapacityError, ConfigError, LockstepError
+from lockstep.errors import CapacityError, ConfigError
 from lockstep.models import load_model
 from lockstep.models.decoder import reference_logits
 from lockstep.models.tokenizer import Tokenizer
@@ -77,6 +77,24 @@ def test_every_end_of_sequence_id_and_every_stop_text_stops(tiny_folder: Path) -
     assert not any("<|" in t.text for t in done)
 
 
+def test_a_stop_text_of_several_tokens_ends_where_it_is_complete(tiny_folder: Path) -> None:
+    free = run(tiny_folder, "Hello", samples=8, max_new_tokens=16, ignore_eos=True)
+    plain = [t.text for t in free if t.text.isascii() and len(t.text) > 6 and "<" not in t.text]
+    stop = next((text[i : i + 2] for text in plain for i in range(3, 5)), free[0].text[3:5])
+    cut = run(tiny_folder, "Hello", samples=8, max_new_tokens=16, ignore_eos=True, stop=[stop])
+    assert any(t.finish_reason == "stop" for t in cut) and all(t.finish_reason == "length" for t in free)
+    for whole, part in zip(free, cut, strict=True):
+        assert whole.completion_ids.tolist()[: len(part.completion_ids)] == part.completion_ids.tolist()
+        assert (part.finish_reason == "stop") == (stop in whole.text)
+        assert part.text.endswith(stop) or part.finish_reason == "length"
+
+
+def test_further_parameters_reach_the_sampler(tiny_folder: Path) -> None:
+    t = run(tiny_folder, "Hello", sampling={"top_k": 3, "top_logprobs": 2})[0]
+    assert t.kept_logmass is not None and (t.kept_logmass < 0).all()
+    assert t.details is not None and t.details.top_ids is not None and t.details.top_ids.shape == (len(t.logprobs), 2)
+
+
 def test_chat_uses_the_models_template(tiny_folder: Path) -> None:
     t = run(tiny_folder, "Hello", chat=True, max_new_tokens=1)[0]
     text = Tokenizer.from_hf(tiny_folder).decode(t.prompt_ids.tolist(), skip_special=False)
@@ -104,7 +122,7 @@ def test_bfloat16(tiny_folder: Path) -> None:
         ([""], {}, CapacityError, ["'prompt/0' has no tokens"]),
         (["a", ""], {}, CapacityError, ["'prompt/1' has no tokens"]),
         ([], {}, ConfigError, ["no prompts"]),
-        (["a"], {"stop": ["two words"]}, LockstepError, ["two words", "one token"]),
+        (["a"], {"sampling": {"top_p": 2.0}}, ConfigError, ["top_p 2.0"]),
         (["a"], {"samples": 0}, ConfigError, ["0 samples"]),
         (["a"], {"temperature": float("inf")}, ConfigError, ["temperature inf"]),
         (["a"], {"numerics_mode": "quick"}, ConfigError, ["'quick'", "exact", "fast"]),

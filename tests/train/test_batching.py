@@ -264,3 +264,16 @@ def test_tiles_divide_their_rows(count: int, tile_rows: int) -> None:
 def test_pages_hold_their_positions(positions: int, page_size: int) -> None:
     width = padded_pages(positions, page_size)
     assert positions <= width < 2 * max(positions, page_size) and width % page_size == 0
+
+
+def test_tokens_of_a_cut_distribution_weigh_the_mass_that_was_kept() -> None:
+    case = make_case([(3, [4, 2])], Geometry(1, 64, 4, 4))
+    kept = np.log(np.float32([0.5, 1.0, 0.25, 0.8]))
+    first = replace(case.trajectories[0], kept_logmass=kept)
+    made = [make_micro_batches(ts, case.advantages, 1.0, case.geometry)[0]
+            for ts in (case.trajectories, [first, case.trajectories[1]])]  # fmt: skip
+    (_, start, stop), (_, other, end) = made[0].spans
+    plain, cut = (m.tokens.advantage for m in made)
+    np.testing.assert_array_equal(cut[start:stop], np.float32(case.advantages[0] * np.exp(kept)))
+    np.testing.assert_array_equal(cut[other:end], plain[other:end])
+    np.testing.assert_array_equal(made[1].tokens.old_logp, made[0].tokens.old_logp)

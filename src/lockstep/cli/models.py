@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from typing import TYPE_CHECKING
 
@@ -46,18 +47,47 @@ def _generate(options: argparse.Namespace) -> None:
         chat=options.chat,
         samples=options.samples,
         max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
+        temperature=0.0 if options.greedy else options.temperature,
         seed=options.seed,
         stop=options.stop,
         numerics_mode=options.numerics,
+        ignore_eos=options.ignore_eos,
+        sampling={
+            name: getattr(options, name)
+            for name in (*_DISTRIBUTION, "min_new_tokens", "top_logprobs")
+            if getattr(options, name) is not None
+        },
         say=say,
     )
+    if options.json:
+        for index, trajectory in enumerate(trajectories):
+            print(_as_json(trajectory, options.prompt[index // options.samples]))
+        return
     alone = len(trajectories) == 1
     for index, trajectory in enumerate(trajectories):
         if not alone:
             prompt, sample = divmod(index, options.samples)
             print(_heading(trajectory, prompt, sample))
         print(shown(trajectory.text))
+
+
+def _as_json(trajectory: Trajectory, prompt: str) -> str:
+    """One completion as a line of JSON: what was recorded, by token; NaN as null."""
+    record = {
+        "prompt": prompt,
+        "sample": trajectory.index,
+        "text": trajectory.text,
+        "finish_reason": trajectory.finish_reason,
+        "seed": trajectory.seed,
+        "prompt_ids": trajectory.prompt_ids.tolist(),
+        "completion_ids": trajectory.completion_ids.tolist(),
+        "logprobs": trajectory.logprobs.tolist(),
+        "kept_logmass": None if trajectory.kept_logmass is None else trajectory.kept_logmass.tolist(),
+    }
+    details = trajectory.details
+    if details is not None and details.top_ids is not None and details.top_logprobs is not None:
+        record |= {"top_ids": details.top_ids.tolist(), "top_logprobs": details.top_logprobs.tolist()}
+    return json.dumps(record)
 
 
 def _heading(trajectory: Trajectory, prompt: int, sample: int) -> str:
@@ -67,6 +97,16 @@ def _heading(trajectory: Trajectory, prompt: int, sample: int) -> str:
         f"--- prompt {prompt + 1}, sample {sample + 1}: {len(trajectory.completion_ids)} tokens, "
         f"{trajectory.finish_reason}, mean log-probability {mean:.3f} ---"
     )
+
+
+_DISTRIBUTION = {
+    "top_k": ("count", "draw from the N likeliest tokens only"),
+    "top_p": ("share", "draw from the fewest likeliest tokens that have this mass together"),
+    "min_p": ("share", "draw from tokens at least this many times as likely as the likeliest"),
+    "repetition_penalty": ("share", "divide positive logits of tokens seen, multiply negative ones"),
+    "presence_penalty": ("any", "taken off the logits of tokens in the completion"),
+    "frequency_penalty": ("any", "the same, per occurrence"),
+}
 
 
 def add_models(add: Add, common: argparse.ArgumentParser) -> None:
@@ -104,6 +144,17 @@ def add_generate(add: Add) -> None:
     )
     generate.add_argument(
         "--stop", metavar="TEXT", type=escaped, action="append", default=[],
-        help=r"end at this text, one token; \n is a line break; can be repeated",
+        help=r"end at this text; one that is a single token stands for that token; \n is a line break; can be repeated",
     )  # fmt: skip
+    generate.add_argument("--greedy", action="store_true", help="the likeliest token each time, as --temperature 0")
+    share = number(float, 0, "a number >= 0")
+    for name, (kind, help) in _DISTRIBUTION.items():
+        parse = {"count": count, "share": share, "any": number(float, -math.inf, "a number")}[kind]
+        generate.add_argument("--" + name.replace("_", "-"), metavar="N", type=parse, default=None, help=help)
+    generate.add_argument("--min-new-tokens", metavar="N", type=count, default=None, help="no stop token before")
+    generate.add_argument("--ignore-eos", action="store_true", help="the model's end tokens do not stop")
+    generate.add_argument(
+        "--top-logprobs", metavar="N", type=count, default=None, help="with --json: list the N likeliest ids per token"
+    )
+    generate.add_argument("--json", action="store_true", help="one JSON object per completion, with its record")
     generate.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="default: exact")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 
@@ -16,6 +18,7 @@ from lockstep.models import load_model
 from lockstep.models.decoder import Numerics
 from lockstep.models.spec import leaf_table
 from lockstep.rollout.engine import Engine, make_fingerprint, request_seed
+from lockstep.rollout.stops import split_stops
 from lockstep.sync.verify import leaf_digests, policy_digest
 from lockstep.types import PolicyVersion, Prompt, SamplingParams, Trajectory
 
@@ -34,14 +37,16 @@ def generate(
     stop: Sequence[str],
     numerics_mode: str,
     dtype: str = "float32",
+    ignore_eos: bool = False,
+    sampling: Mapping[str, Any] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Trajectory]:
     """`samples` completions of every prompt, in order, with text and recorded log-probabilities.
 
     model: a known name, a folder or a .gguf file. chat: each prompt is a user turn in the model's own template. stop:
-    texts of exactly one token each; the model's end-of-sequence ids always stop. numerics_mode: `exact` or `fast`.
-    say: told what takes long, such as a download. Raises a LockstepError for a model, prompt or stop text that cannot
-    be used.
+    texts that end a completion (see `stops.split_stops`), as the model's end-of-sequence ids do unless ignore_eos.
+    numerics_mode: `exact` or `fast`. sampling: further fields of `SamplingParams`. say: told what takes long, such as a
+    download. Raises a LockstepError for a model, a prompt or parameters that cannot be used.
     """
     if not prompts:
         raise ConfigError("generate: no prompts were given; pass at least one")
@@ -65,17 +70,19 @@ def generate(
             f"the longest prompt and {max_new_tokens} new tokens need {longest} positions, {model} was made for "
             f"{spec.max_position}; shorten the prompt or lower --max-new-tokens"
         )
-    sampling = SamplingParams(
-        temperature, max_new_tokens, tokenizer.eos_ids | {tokenizer.single_id(text) for text in stop}
-    )
+    stop_ids, texts = split_stops(tokenizer, stop)
+    if not ignore_eos:
+        stop_ids |= tokenizer.eos_ids
+    params = SamplingParams(temperature, max_new_tokens, stop_ids, texts, **(sampling or {}))
     mesh = Dial.build({"actor": {}, "rollout": "actor"}, jax.devices()[:1]).mesh("rollout")
     table = leaf_table(spec)
     programs = Programs(spec, Numerics(dtype, TILE_ROWS if numerics_mode == "exact" else 0, PAGE_SIZE), mesh, table)
-    params = place(loaded.params, table, mesh)
+    weights = place(loaded.params, table, mesh)
     slots = min(128, -(-len(made) * samples // TILE_ROWS) * TILE_ROWS)
-    fingerprint = make_fingerprint(tokenizer, sampling, programs.num, device_kinds(list(mesh.devices.flat)))
-    engine = Engine(programs, slots=slots, max_positions=longest, fingerprint=fingerprint)
-    engine.install(PolicyVersion(0, policy_digest({}, leaf_digests(params))), params)
+    fingerprint = make_fingerprint(tokenizer, params, programs.num, device_kinds(list(mesh.devices.flat)))
+    decode = partial(tokenizer.decode, skip_special=False)
+    engine = Engine(programs, slots=slots, max_positions=longest, decode=decode, fingerprint=fingerprint)
+    engine.install(PolicyVersion(0, policy_digest({}, leaf_digests(weights))), weights)
     seeds = {p.id: [request_seed(seed, 0, p.id, i) for i in range(samples)] for p in made}
-    done = engine.generate(made, seeds, sampling)
+    done = engine.generate(made, seeds, params)
     return [replace(t, text=tokenizer.decode(t.completion_ids.tolist())) for t in done]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from lockstep.models.tokenizer import Tokenizer
 from lockstep.types import FinishReason, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
 MARGIN = 8  # tokens before those that a stop text can span: what decoding does to the start of a text is far away
+
+
+def split_stops(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[frozenset[int], tuple[str, ...]]:
+    """(ids, texts) that end a completion: a text that is exactly one token stands for that token, and only for it; any
+    other ends a completion wherever it is completed."""
+    encoded = {text: tokenizer.encode(text, allow_special=True) for text in texts}
+    ids = frozenset(ids[0] for ids in encoded.values() if len(ids) == 1)
+    return ids, tuple(text for text, ids in encoded.items() if len(ids) != 1)
 
 
 def finish_reason(tokens: Sequence[int], params: SamplingParams, decode: Decode | None) -> FinishReason | None:

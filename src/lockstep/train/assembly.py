@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from lockstep.models.lora import LoraSpec
 from lockstep.models.spec import ModelSpec, leaf_table
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.engine import Engine, make_fingerprint
+from lockstep.rollout.stops import split_stops
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.select import listed
 from lockstep.sync.sync import WeightSync
@@ -75,9 +77,19 @@ class Cluster:
     model_digest: str
 
 
-def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
-    """The model's end-of-sequence ids, all of them, and the recipe's stop texts."""
-    return tokenizer.eos_ids | {tokenizer.single_id(text) for text in config.rollout.stop}
+def make_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    """How completions are drawn. The model's end-of-sequence ids end one, all of them, and the recipe's stop texts."""
+    rollout = config.rollout
+    ids, texts = split_stops(tokenizer, rollout.stop)
+    return SamplingParams(
+        rollout.temperature,
+        rollout.max_new_tokens,
+        tokenizer.eos_ids | ids,
+        texts,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+    )
 
 
 def make_schedule(optim: OptimConfig, steps: int) -> optax.Schedule:
@@ -129,9 +141,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
     model = load_model(config.model.name, config.model.dtype, say=say)
     task = make_task(config.task, model.tokenizer, config.run.seed)
     leaves = split_leaves(config, model.spec)
-    sampling = SamplingParams(
-        config.rollout.temperature, config.rollout.max_new_tokens, stop_ids(config, model.tokenizer)
-    )
+    sampling = make_sampling(config, model.tokenizer)
     longest = longest_sequence(config, model.spec)
     trainer = _trainer(config, dial, model, leaves)
     base_digests = leaf_digests(trainer.frozen)
@@ -144,6 +154,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         slots=config.rollout.slots,
         max_positions=longest,
         num_pages=config.rollout.num_pages,
+        decode=partial(model.tokenizer.decode, skip_special=False),
         fingerprint=fingerprint,
     )
     reference_weights = trainer.frozen or trainer.trainable

@@ -210,6 +210,11 @@ class Loop:
                     f"sample {t.index} of {t.group_id!r} was made under another {', '.join(wrong)} than the trainer's; "
                     f"trainer: {self.cluster.fingerprint}, sample: {t.fingerprint}"
                 )
+            if t.kept_logmass is not None and self.config.rollout.truncation == "refuse":
+                raise FingerprintError(
+                    f"sample {t.index} of {t.group_id!r} was drawn from a part of the vocabulary only; with "
+                    '`rollout.truncation` = "correct" it could be trained on'
+                )
             stale = t.versions != self.counters.version
             if stale.any():
                 raise FingerprintError(
@@ -311,9 +316,13 @@ class Loop:
             "finish/length": sum(t.finish_reason == "length" for t in everything),
             "prompts/skipped": self.cluster.task.skipped,
             "engine/passes": stats.passes,
+            "engine/cached_tokens": stats.cached_tokens,
+            "engine/preemptions": stats.preemptions,
             "engine/padding": 1 - stats.rows / stats.padded_rows,
             **result.metrics,
         }
+        if cut := [t.kept_logmass for t in batch if t.kept_logmass is not None]:
+            record["sampling/kept_mass"] = float(np.exp(np.concatenate(cut)).mean())
         if self.cluster.reference is not None:
             name = self.config.algorithm.kl_estimator
             record[f"kl/{name}"] = mean_kl(name, result.logprobs, batch)

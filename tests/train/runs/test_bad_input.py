@@ -60,7 +60,6 @@ WRONG = {
     "another column": (["--task.path={broken}/column.jsonl"], DataError, "no column 'prompt' .*nearest: prompts"),
     "too long": (["--task.path={broken}/long.jsonl"], DataError, "long.jsonl:2: the prompt has 10 tokens, .* is 6"),
     "vocabulary": (["--model.name={broken}/small"], ModelError, "tokenizer has ids up to 258, the embedding has 200"),
-    "stop text": (['--rollout.stop=["ab"]'], LockstepError, "'ab'.*(2 tokens|one token)"),
     "no such reward": (['--reward.functions=[{name = "nothing"}]'], ConfigError, "no built-in reward 'nothing'"),
     "no such function": (
         ['--reward={functions = [{name = "run_rewards:odd"}], folder = "{kit}"}'], ConfigError, "no function 'odd'",

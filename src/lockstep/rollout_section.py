@@ -1,0 +1,78 @@
+"""The `[rollout]` table of a recipe: how completions are generated. See `sections`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import model_validator
+
+from lockstep.schema import Expects, Float, Int, Section, key, literal
+
+
+class RolloutConfig(Section):
+    prompts: Int = key(16, "Prompts (groups) per step.", ge=1, also=("batch_size", "prompts_per_step"))
+    samples: Int = key(
+        8,
+        "Completions per prompt (size of a group).",
+        ge=2,
+        why="a group of one is its own mean, so its advantage is always 0 and nothing is learnt; 8 is usual",
+        also=("num_generations", "group_size", "n", "num_samples"),
+    )
+    max_new_tokens: Int = key(
+        128, "Completion tokens at most, the stop token included.", ge=1, also=("max_tokens", "max_completion_length")
+    )
+    temperature: Float = key(
+        1.0,
+        "Samples are drawn from softmax(logits / temperature).",
+        gt=0,
+        why="at 0 every sample of a group is the same, so no advantage is left to train on; use 1.0",
+    )
+    stop: tuple[Annotated[str, Expects("text, not empty")], ...] = key(
+        (),
+        "Texts that end a completion, as the model's end tokens do. One that is a single token stands for that token.",
+        also=("stop_strings",),
+    )
+    top_k: Int = key(0, "Draw from so many of the likeliest tokens only; 0: from all.", ge=0)
+    top_p: Float = key(
+        1.0, "Draw from the fewest likeliest tokens that have this mass together; 1: from all.", gt=0, le=1
+    )
+    min_p: Float = key(
+        0.0, "Draw from tokens at least this many times as likely as the likeliest; 0: from all.", ge=0, le=1
+    )
+    truncation: Literal["refuse", "correct"] = key(
+        "refuse",
+        "When top_k, top_p or min_p cut tokens off. correct: each token's advantage is weighted with the mass that was "
+        "kept. refuse: an error.",
+    )
+    slots: Int = key(
+        128, "Sequences decoded together on each device; whole tiles in exact mode.", ge=1, also=("max_num_seqs",)
+    )
+    page_size: Int = key(16, "Tokens per page of the key-value cache.", ge=1, also=("block_size",))
+    num_pages: Int = key(0, "Pages of the key-value cache; 0: enough for every slot at full length.", ge=0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are cut off the distribution."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @model_validator(mode="after")
+    def _truncation(self) -> RolloutConfig:
+        if self.truncates and self.truncation == "refuse":
+            cut = ", ".join(
+                f"`rollout.{k}` = {literal(getattr(self, k))}"
+                for k in ("top_k", "top_p", "min_p")
+                if getattr(self, k) != type(self).model_fields[k].default
+            )
+            raise ValueError(
+                f"{cut} cuts tokens off, so samples come from another distribution than the one that is trained; use "
+                '`rollout.truncation` = "correct" to weight them, or draw from all tokens'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stops(self) -> RolloutConfig:
+        if "" in self.stop:
+            raise ValueError("`rollout.stop` holds an empty text, which ends nothing; leave it out")
+        if len(set(self.stop)) < len(self.stop):
+            raise ValueError(f"`rollout.stop` = {literal(self.stop)} holds a text twice; once is enough")
+        return self
