@@ -44,8 +44,8 @@ def lockstep(capsys) -> Callable[..., tuple[int, str, str]]:
 
 def test_help_and_version(lockstep) -> None:
     code, out, _ = lockstep("--help")
-    assert code == 0 and all(name in out for name in ("run", "models", "generate", "keys", "report", "export"))
-    for command in ("run", "models", "generate", "keys", "report", "export"):
+    assert code == 0 and all(name in out for name in ("run", "plan", "models", "generate", "keys", "report", "export"))
+    for command in ("run", "plan", "models", "generate", "keys", "report", "export"):
         code, out, _ = lockstep(command, "--help")
         assert code == 0 and out.startswith("usage: lockstep " + command)
     assert lockstep("--version") == (0, "lockstep 0.1.0\n", "")
@@ -90,6 +90,8 @@ def test_the_package_answers_lazily() -> None:
         ("run r.toml --run.steps", "run r.toml", "--run.steps"),
         ("generate m --prompt run --seed 1", "generate m --prompt run --seed 1", ""),
         ("--traceback --traceback run r.toml --a.b 1", "--traceback --traceback run r.toml", "--a.b 1"),
+        ("plan --recipe r.toml --a.b -1 --json -", "plan --recipe r.toml --json -", "--a.b -1"),
+        ("plan --model m --a.b=1 --lora 4", "plan --model m --lora 4", "--a.b=1"),
         ("keys --markdown", "keys --markdown", ""),
         ("keys run --markdown", "keys run --markdown", ""),
         ("export run --to x", "export run --to x", ""),
