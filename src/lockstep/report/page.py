@@ -17,6 +17,8 @@ from markupsafe import Markup
 from lockstep.files import write_atomic
 from lockstep.report.charts import Series, line_chart, rolling_mean, stacked_bars
 from lockstep.report.data import RunData, finite, mean, read_run
+from lockstep.report.figures import Figure, last
+from lockstep.report.receipts import receipt_row, sync_figures, sync_summary
 from lockstep.report.samples import pick_samples
 from lockstep.text import duration, format_bytes, number, visible
 
@@ -44,18 +46,6 @@ class Quantity:
     note: str = ""
     limit: tuple[str, float] | None = None
     always: bool = False
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart with its heading. last: the newest value, as text. note: what the reader should know about it."""
-
-    title: str
-    unit: str
-    last: str
-    chart: Markup
-    legend: tuple[tuple[str, str], ...] = ()
-    note: str = ""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -91,8 +81,9 @@ def render(run: RunData) -> str:
         time=_time_figure(run) if run.records else None,
         shares=_time_shares(run),
         dial=_dial(run),
-        receipts=[_receipt(r) for r in run.receipts[-TABLE_ROWS:]],
-        sync=_sync_summary(run),
+        receipts=[receipt_row(r) for r in run.receipts[-TABLE_ROWS:]],
+        sync=sync_summary(run),
+        sync_figures=sync_figures(run),
         samples=samples,
         columns=list(dict.fromkeys(k for r in run.records for k in r)),
         rows=run.records[-TABLE_ROWS:],
@@ -191,7 +182,7 @@ def _reward_figure(run: RunData) -> Figure:
     ]
     chart = line_chart("Mean reward per step", _steps(run), series, size=(1140, 300))
     legend = (("s1 dot", "each step"), ("s1", "mean of the last 5 steps"))
-    return Figure("Reward", "mean over all completions of a step", _last(rewards), chart, legend)
+    return Figure("Reward", "mean over all completions of a step", last(rewards), chart, legend)
 
 
 def _figures(run: RunData) -> tuple[list[Figure], list[tuple[str, str]]]:
@@ -212,7 +203,7 @@ def _figures(run: RunData) -> tuple[list[Figure], list[tuple[str, str]]]:
         ]
         legend = tuple((s.style, s.label) for s in series) if len(series) > 1 else ()
         chart = line_chart(quantity.title, _steps(run), series, limit=quantity.limit)
-        figures.append(Figure(quantity.title, quantity.unit, _last(columns[0]), chart, legend, quantity.note))
+        figures.append(Figure(quantity.title, quantity.unit, last(columns[0]), chart, legend, quantity.note))
     return figures, constants
 
 
@@ -254,10 +245,6 @@ def _quantities(run: RunData) -> list[Quantity]:
     ]
 
 
-def _last(values: Any) -> str:
-    return number(values[-1]) if values else "-"
-
-
 def _phase_columns(run: RunData) -> dict[str, list[float | None]]:
     """phase -> seconds per step, with what the phases do not cover as `other`; phases never recorded are left out."""
     measured = {phase: run.column(f"time/{phase}_s") for phase in PHASES}
@@ -275,7 +262,7 @@ def _time_figure(run: RunData) -> Figure:
     legend = tuple((f"bar {p.style}", p.label) for p in parts)
     note = "wait: what no phase accounts for, such as writing the step's files and the checkpoint before it."
     note = note if any(p.label == "wait" for p in parts) else ""
-    return Figure("Where the time went", "seconds per step", _last(run.column("time/step_s")), chart, legend, note)
+    return Figure("Where the time went", "seconds per step", last(run.column("time/step_s")), chart, legend, note)
 
 
 def _time_shares(run: RunData) -> list[tuple[str, float, float]]:
@@ -308,30 +295,3 @@ def _dial(run: RunData) -> dict[str, Any]:
             }
         )
     return {"devices": devices, "kinds": kinds, "rows": rows}
-
-
-def _receipt(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    seconds = receipt.get("seconds")
-    total = sum(seconds.values()) if isinstance(seconds, Mapping) else seconds
-    return {
-        "step": receipt.get("step"),
-        "version": receipt.get("version"),
-        "digest": str(receipt.get("digest", ""))[:12],
-        "how": {True: "same buffers", False: "moved", None: "-"}[receipt.get("same_buffers")],
-        "moved": receipt.get("bytes_moved"),
-        "crossing": receipt.get("bytes_crossing"),
-        "seconds": total,
-    }
-
-
-def _sync_summary(run: RunData) -> str:
-    if not run.receipts:
-        return "No sync is recorded."
-    same = sum(bool(r.get("same_buffers")) for r in run.receipts)
-    moved = sum(r.get("bytes_moved") or 0 for r in run.receipts)
-    last = run.receipts[-1]
-    ends = f"{last.get('source', 'trainer')} → {last.get('destination', 'sampler')}"
-    return (
-        f"{ends}: {len(run.receipts)} published, {same} on the same buffers (nothing runs), "
-        f"{len(run.receipts) - same} moved, {format_bytes(moved)} in all."
-    )

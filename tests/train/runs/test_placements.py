@@ -124,6 +124,23 @@ def test_the_placement_does_not_show_when_everything_trains(place, left) -> None
     assert metrics[0]["kl/k3"] == 0 and metrics[-1]["kl/k3"] > 0
 
 
+@pytest.mark.parametrize("trains", [pytest.param((), marks=pytest.mark.slow), FULL], ids=["an adapter", "everything"])
+def test_a_sampler_in_bfloat16_is_the_same_sampler(place, left, trains) -> None:
+    """On a mesh of its own it holds what it computes with: half the bytes, the same bits in every record."""
+    more = (*trains, "--model.dtype=bfloat16")
+    together, apart = place(TOGETHER, more), place(APART["each by itself"], more)
+    assert_same_run(together, apart, left)
+    metrics = left(apart.loop.run_dir).metrics()
+    assert all(m["grad_norm"] > 0 and m["mismatch/unequal_tokens"] == 0 for m in metrics)
+    installed, trained = apart.loop.cluster.replica.installed, apart.loop.cluster.trainer.trainable
+    assert {str(leaf.dtype) for leaf in installed.values()} == {"bfloat16"}
+    for path, leaf in installed.items():
+        assert np.asarray(leaf).tobytes() == np.asarray(trained[path]).astype(leaf.dtype).tobytes()
+    for r in left(apart.loop.run_dir).receipts():
+        held = sum(shard.data.nbytes for leaf in installed.values() for shard in leaf.addressable_shards)
+        assert r["bytes_crossing"] == r["bytes_planned"] == r["bytes_moved"] == held and r["probed"] == 2
+
+
 def test_only_the_syncs_differ(place, left) -> None:
     metrics = {name: left(place(c).loop.run_dir).metrics() for name, c in (("together", TOGETHER), *APART.items())}
     assert [m["syncs"] for m in metrics.pop("together")] == [0, 0, 0]
