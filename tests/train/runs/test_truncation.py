@@ -19,7 +19,7 @@ def test_a_cut_distribution_is_recorded_and_trained_on_exactly(kit, train, left,
         kept = np.concatenate([t.kept_logmass for t in run.step(record["step"]).trajectories])
         assert (kept <= 0).all() and (kept < 0).any()
         assert record["sampling/kept_mass"] == pytest.approx(np.exp(kept.astype(np.float64)).mean(), rel=1e-6)
-        assert 0.5 < record["sampling/kept_mass"] < 1
+        assert 0.1 < record["sampling/kept_mass"] < 0.9
 
 
 def test_a_sample_that_says_it_was_cut_is_refused(kit, opened, tmp_path) -> None:
