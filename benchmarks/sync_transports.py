@@ -62,16 +62,23 @@ def tree_of(leaves: dict[str, Leaf], dtype: str, spec: PartitionSpec, axis: str,
     return jax.block_until_ready(found)
 
 
-def serve(model: str, dtype: str, folder: Path) -> None:
-    """The sampler's process: one replica per transport over one copy of the weights each, until stdin closes."""
+def ends(folder: Path, owner: str) -> dict[str, Any]:
+    """One end of every transport."""
+    every = TransferTransport(), FilesTransport(folder / "weights"), SharedMemoryTransport(owner)
+    return {transport.name: transport for transport in every}
+
+
+def serve(model: str, dtype: str, folder: Path, name: str) -> None:
+    """The sampler's process, until stdin closes."""
     simulate_cpu_devices(2)
     leaves = leaf_table(MODELS[model])
     blank = tree_of(leaves, dtype, PartitionSpec(None, "tensor"), "tensor", 1)
     where = {path: leaf.sharding for path, leaf in blank.items()}
     numbers = numbers_from(1024, where.values())
-    for transport in (TransferTransport(), FilesTransport(folder / "weights"), SharedMemoryTransport("sampler")):
-        replica = LocalReplica("rollout", blank, where, transport, numbers=numbers)
-        ReplicaServer(replica, transport, numbers, f"unix:{folder}/{transport.name}", os.environ[TOKEN]).start()
+    transport = ends(folder, "sampler")[name]
+    replica = LocalReplica("rollout", blank, where, transport, numbers=numbers)
+    del blank
+    ReplicaServer(replica, transport, numbers, f"unix:{folder}/channel", os.environ[TOKEN]).start()
     print("ready", flush=True)
     sys.stdin.read()
 
@@ -99,27 +106,34 @@ def measure(model: str, dtype: str, repeats: int) -> list[dict[str, Any]]:
     size = sum(leaf.nbytes for leaf in tree.values())
     every = [copies(tree) for _ in range(repeats)]
     best = {what: min(found[what] for found in every) for what in every[0]}
-    with tempfile.TemporaryDirectory() as name:
-        folder, token = Path(name), new_token()
-        command = [sys.executable, __file__, "--serve", model, dtype, name]
-        sampler = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, TOKEN: token}
-        )
-        try:
-            assert sampler.stdout is not None and sampler.stdout.readline() == "ready\n"
-            for transport in (
-                TransferTransport(),
-                FilesTransport(folder / "weights"),
-                SharedMemoryTransport("trainer"),
-            ):
-                best |= pushes(transport, f"unix:{folder}/{transport.name}", token, leaves, tree, repeats)
-        finally:
-            sampler.communicate()
+    for name in ("transfer", "files", "shared-memory"):
+        with tempfile.TemporaryDirectory() as folder:
+            best |= between_processes(name, Path(folder), model, dtype, tree, repeats)
     copy_s = best["memory copy"]
     return [
         {"model": model, "what": what, "seconds": seconds, "bytes": size, "copies": seconds / copy_s}
         for what, seconds in best.items()
     ]
+
+
+def between_processes(
+    name: str, folder: Path, model: str, dtype: str, tree: dict[str, jax.Array], repeats: int
+) -> dict[str, float]:
+    """Best seconds over one transport, to a sampler that is started for it."""
+    token = new_token()
+    sampler = subprocess.Popen(
+        [sys.executable, __file__, "--serve", model, dtype, str(folder), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, TOKEN: token},
+    )
+    try:
+        assert sampler.stdout is not None and sampler.stdout.readline() == "ready\n"
+        transport = ends(folder, "trainer")[name]
+        return pushes(transport, f"unix:{folder}/channel", token, leaf_table(MODELS[model]), tree, repeats)
+    finally:
+        sampler.communicate()
 
 
 def pushes(
@@ -147,10 +161,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve[0], args.serve[1], Path(args.serve[2]))
+        serve(args.serve[0], args.serve[1], Path(args.serve[2]), args.serve[3])
         return
     simulate_cpu_devices(2)
     rows = []

@@ -3,6 +3,7 @@ nothing is handed over but tickets, arrays, files and segments. `test_remote_pro
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -247,6 +248,9 @@ def test_noise_becomes_the_trainers_weights_and_stays_them(cluster, name):
     receipt = there.sync.push(1, there.pair.source)
     assert there.serves(there.pair.source) and there.remote.active == receipt.policy
     assert receipt.bytes_moved == receipt.bytes_planned > 0 and receipt.transport == name
+    if name == "files":
+        manifest = json.loads((there.pair.root / "v000001" / "manifest.json").read_text())
+        assert (manifest["version"], manifest["policy_digest"]) == (1, receipt.digest)
     before = {path: np.array(leaf) for path, leaf in there.replica.installed.items()}
     again = there.sync.push(2, there.pair.source)
     assert again.digest == receipt.digest and there.remote.active == again.policy

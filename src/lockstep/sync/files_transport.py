@@ -62,8 +62,7 @@ class FilesTransport:
         source: Mapping[str, jax.Array],
         numbers: Mapping[int, jax.Device],
         deadline: Deadline,
-        *,
-        policy_digest: str | None = None,
+        digest: str = "",
     ) -> Sent:
         """As `Transport.send`: writes the folder and removes old ones. `source` is not needed any more afterwards."""
         start = time.perf_counter()
@@ -74,7 +73,7 @@ class FilesTransport:
                 raise deadline.missed("the sender", "its own disk", f"{folder_of(self.root, version)}", version)
 
         mapping = plan.mapping
-        head = {"policy_digest": policy_digest, "plan": plan.hash, "mapping": mapping.name}
+        head = {"policy_digest": digest, "plan": plan.hash, "mapping": mapping.name}
         self._sent[version] = write_version(
             self.root,
             version,

@@ -62,6 +62,7 @@ class LocalTransport:
         source: Mapping[str, jax.Array],
         numbers: Mapping[int, jax.Device],
         deadline: Deadline,
+        digest: str = "",
     ) -> Sent:
         """As `Transport.send`; the moving is done by `receive`. Raises SyncError if `source` is not what was planned
         for: leaves missing, of another form or layout, deleted."""

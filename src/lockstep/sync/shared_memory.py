@@ -70,7 +70,7 @@ def write_segment(
     source: Mapping[str, jax.Array],
     *,
     plan: str = "",
-    policy_digest: str | None = None,
+    policy_digest: str = "",
     check: Callable[[], None] = lambda: None,
 ) -> Owned:
     """Write one version's destination leaves; complete when this returns. check: raises when there is no time left.
@@ -155,6 +155,7 @@ class SharedMemoryTransport:
         source: Mapping[str, jax.Array],
         numbers: Mapping[int, jax.Device],
         deadline: Deadline,
+        digest: str = "",
     ) -> Sent:
         """As `Transport.send`: writes the segment. `source` is not needed any more afterwards."""
         start = time.perf_counter()
@@ -167,7 +168,9 @@ class SharedMemoryTransport:
                 raise deadline.missed("the sender", "its own copies", "shared memory to be written", version)
 
         path = self._directory / f"lockstep-{self._owner}-v{version:06d}-{secrets.token_hex(6)}"
-        self._owned[version] = write_segment(path, version, plan.mapping, leaves, plan=plan.hash, check=check)
+        self._owned[version] = write_segment(
+            path, version, plan.mapping, leaves, plan=plan.hash, policy_digest=digest, check=check
+        )
         return Sent({}, time.perf_counter() - start)
 
     def ticket(self, version: int) -> dict[str, Any]:

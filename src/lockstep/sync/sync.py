@@ -257,7 +257,7 @@ class WeightSync:
         local = [route.replica for route in routes.values() if isinstance(route.replica, LocalReplica)]
         try:
             for name, route in routes.items():
-                route.transport.send(policy.number, offers[name].plan, source, numbers, deadline)
+                route.transport.send(policy.number, offers[name].plan, source, numbers, deadline, policy.digest)
             for replica in local:
                 replica.digested = _untouched(offers[replica.name].plan, source)
             published = self.publisher.publish(offers, deadline)

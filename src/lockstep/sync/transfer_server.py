@@ -114,6 +114,7 @@ class TransferTransport:
         source: Mapping[str, jax.Array],
         numbers: Mapping[int, jax.Device],
         deadline: Deadline,
+        digest: str = "",
     ) -> Sent:
         """As `Transport.send`: offers the first rounds; the others follow as rounds arrive. An earlier offer of this
         version is withdrawn."""

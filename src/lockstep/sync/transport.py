@@ -83,8 +83,10 @@ class Transport(Protocol):
         source: Mapping[str, jax.Array],
         numbers: Mapping[int, jax.Device],
         deadline: Deadline,
+        digest: str = "",
     ) -> Sent:
-        """Make the version's weights available to the receiver. `source` must stay unchanged until `release`."""
+        """Make the version's weights available to the receiver. `source` must stay unchanged until `release`. digest:
+        of the policy, for transports that leave something which outlives the sync."""
         ...
 
     def receive(
