@@ -59,9 +59,9 @@ def _bytes_figure(receipts: list[Mapping[str, Any]]) -> Figure | None:
     legend = (("s1", "written"), ("s2 dot", "planned to be written"), ("s3", "crossed links"))
     pairs = [(a, b) for a, b in zip(columns["planned"], columns["moved"], strict=True) if a is not None]
     apart = sum(a != b for a, b in pairs)
-    note = (
-        "Every sync wrote just what its plan said." if not apart else f"{apart} syncs wrote other bytes than planned!"
-    )
+    note = "Every sync wrote just what its plan said."
+    if apart:
+        note = f"{apart} {'sync' if apart == 1 else 'syncs'} wrote other bytes than planned!"
     return Figure(
         "Bytes per sync", "MiB, by published version", last(mib["moved"]), chart, legend, note if pairs else ""
     )
