@@ -130,8 +130,7 @@ class FilesTransport:
             )
         if ticket is not None and found["digest"] != ticket["manifest"]:
             raise WeightsError(f"{opened.folder} is not the folder that was offered: its manifest is another")
-        if found["kind"] == "full":
-            check_forms(found["leaves"], plan, opened.folder)
+        check_forms(found["leaves"], plan, opened.folder)
 
     def _read(
         self,
@@ -142,6 +141,8 @@ class FilesTransport:
         numbers: Mapping[int, jax.Device],
         deadline: Deadline,
     ) -> tuple[dict[str, jax.Array], dict[tuple[int, int], int]]:
+        if opened.manifest["kind"] != "full":
+            raise WeightsError(f"{opened.folder} holds what changed only; receive it with DeltaFilesTransport")
         return place(plan, destination, numbers, opened.read, self.name, deadline, version, self._memory)
 
     def withdraw(self, version: int) -> None:

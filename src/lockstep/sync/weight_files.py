@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import EllipsisType
@@ -178,8 +179,9 @@ class VersionFolder:
                 f"{self.folder / name} has {there.get(name, 'no')} bytes, the manifest says "
                 f"{manifest['files'].get(name, 'there is no such file')}"
             )
+        end = max(there.values(), default=0) if manifest["kind"] == "full" else sys.maxsize  # a delta names results
+        check_leaves(manifest.get("leaves"), manifest.get("block_bytes"), 0, end)
         if manifest["kind"] == "full":
-            check_leaves(manifest.get("leaves"), manifest.get("block_bytes"), 0, max(there.values(), default=0))
             for path, leaf in manifest["leaves"].items():
                 if leaf["bytes"] and leaf["offset"] + leaf["bytes"] > there.get(leaf["file"], 0):
                     raise WeightsError(f"{self.folder}: {path} lies beyond the end of {leaf['file']}")
