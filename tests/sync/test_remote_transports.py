@@ -20,6 +20,7 @@ from lockstep.errors import SyncError
 from lockstep.models.spec import Leaf
 from lockstep.sync.arrays import layout_of, placed
 from lockstep.sync.channel import new_token
+from lockstep.sync.delta_files import DeltaFilesTransport
 from lockstep.sync.ends import numbers_from, renumbered
 from lockstep.sync.files_transport import FilesTransport
 from lockstep.sync.foreign import Segment
@@ -545,3 +546,28 @@ def test_a_sender_that_is_not_there_is_not_waited_for_beyond_the_deadline(ends, 
     ticket = {**pair.sender.ticket(1), "address": address}
     with pytest.raises(SyncError, match=r"the receiver waited|could not be pulled from nonsense"):
         pair.receive(1, plan, 0.3, ticket)
+
+
+def test_deltas_are_published_and_a_sampler_that_lost_its_base_is_mended(cluster):
+    """A restarted sampler has nothing that a delta could start from: it refuses, and gets the whole."""
+    ends: list[DeltaFilesTransport] = []
+
+    def with_deltas(inner: FilesTransport) -> DeltaFilesTransport:
+        ends.append(DeltaFilesTransport(inner.root))
+        return ends[-1]
+
+    there = cluster("files", sender=with_deltas, receiver=with_deltas)
+    weights = there.pair.source
+    for version in (1, 2, 3):
+        there.sync.push(version, weights)
+        assert there.serves(weights)
+        manifest = json.loads((there.pair.root / f"v{version:06d}" / "manifest.json").read_text())
+        assert manifest["kind"] == ("full" if version == 1 else "delta")
+        weights = {**weights, "w": weights["w"].at[3, version].add(1.0)}
+    ends[1]._staged = None
+    with pytest.raises(SyncError, match=r"v000004 is a delta from v3:\w+, but nothing was staged here last"):
+        there.sync.push(4, weights)
+    assert there.remote.active.number == 3
+    there.sync.reset()
+    there.sync.push(4, weights)
+    assert there.serves(weights) and there.remote.active.number == 4
