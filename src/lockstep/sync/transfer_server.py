@@ -288,11 +288,13 @@ class _Pulling:
 
 
 def _links(moves: tuple[Move, ...]) -> dict[Link, list[Move]]:
-    """A round's moves from one process to the other, by link, in the plan's order on both sides."""
+    """A round's moves from one process to the other, by link, in an order that both sides find by themselves."""
     found: dict[Link, list[Move]] = {}
     for move in moves:
         if not move.relay:
             found.setdefault((move.sender, move.receiver), []).append(move)
+    for boxes in found.values():
+        boxes.sort(key=lambda move: (move.target, move.write))
     return found
 
 
