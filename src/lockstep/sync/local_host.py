@@ -6,10 +6,9 @@ Nothing is staged in between. `local_device` is the way that works everywhere an
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -18,7 +17,7 @@ from jax.sharding import Sharding
 
 from lockstep.cluster.devices import HostMemory, adopt, default_memory, host_view
 from lockstep.sync.local_device import to_wire
-from lockstep.sync.moves import Move, Prepared, Shape
+from lockstep.sync.moves import Move, Prepared
 from lockstep.sync.plan import SyncPlan
 
 THREADED_BYTES = 1 << 20  # less is done sooner by one thread
@@ -50,13 +49,12 @@ def carry_out(
             wires = _Wires(plan, source)
             copies: list[Copy] = []
             for move in moves:
-                block = move.turn(wires.read(move) if not move.relay else _relayed(plan, parts, move))
+                block = move.turn(_relayed(plan, parts, move) if move.relay else wires.read(move))
                 copies.append((parts[move.target][move.receiver][move.write_at], block))
                 moved(move, block.nbytes)
+            # Not before all of them are listed: the interpreter's lock would keep lister and copiers waiting in turn.
             _copy_all(pool, threads, copies)
-    return {
-        path: _adopted(plan.leaves[path].shape, destination[path], buffers, numbers) for path, buffers in parts.items()
-    }
+    return {path: _adopted(plan, path, destination[path], parts[path], numbers) for path in parts}
 
 
 class _Wires:
@@ -93,25 +91,23 @@ def _threads() -> int:
 
 
 def _copy_all(pool: ThreadPoolExecutor, threads: int, copies: list[Copy]) -> None:
-    """Every copy; with threads, largest first, each to the one that has least to do."""
+    """Every copy; among threads in runs of equal bytes, so that neighbours, which read the same, stay together."""
     total = sum(into.nbytes for into, _ in copies)
     if threads == 1 or total < THREADED_BYTES:
         _copy_some(copies)
         return
-    most = max(1, total // (threads * EVENNESS))
-    pieces = [chunk for pair in copies for chunk in _chunks(*pair, most)]
-    pieces.sort(key=lambda pair: -pair[0].nbytes)
+    share = -(-total // threads)
     shares: list[list[Copy]] = [[] for _ in range(threads)]
-    loads = [(0, i) for i in range(threads)]
-    for pair in pieces:
-        load, i = heapq.heappop(loads)
-        shares[i].append(pair)
-        heapq.heappush(loads, (load + pair[0].nbytes, i))
+    done = 0
+    for pair in copies:
+        for chunk in _chunks(*pair, max(1, share // EVENNESS)):
+            shares[min(done // share, threads - 1)].append(chunk)
+            done += chunk[0].nbytes
     for _ in pool.map(_copy_some, shares):
         pass
 
 
-def _copy_some(copies: Iterable[Copy]) -> None:
+def _copy_some(copies: list[Copy]) -> None:
     for into, source in copies:
         if into.dtype == source.dtype:
             # As integers: numpy copies types that it does not know element by element, holding the interpreter.
@@ -133,9 +129,10 @@ def _chunks(into: np.ndarray, source: np.ndarray, most: int) -> Iterator[Copy]:
 
 
 def _adopted(
-    shape: Shape, sharding: Sharding, parts: Mapping[int, np.ndarray], numbers: Mapping[int, jax.Device]
+    plan: SyncPlan, path: str, sharding: Sharding, parts: Mapping[int, np.ndarray], numbers: Mapping[int, jax.Device]
 ) -> jax.Array:
     """The array whose shards are these buffers."""
+    shape = plan.leaves[path].shape
     buffers = {numbers[number]: buffer for number, buffer in parts.items()}
     kind = default_memory(next(iter(buffers)))
     if sharding.memory_kind in (None, kind):

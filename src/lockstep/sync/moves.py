@@ -105,7 +105,11 @@ def prepare(plan: SyncPlan) -> Prepared:
         for transfer in plan.transfers(path):
             piece = plan.mapping.targets[path].pieces[transfer.piece]
             rounds.setdefault(transfer.round, []).extend(_moves(transfer, piece, sources, held))
-    return Prepared(tuple(tuple(rounds[at]) for at in sorted(rounds)), parts, frozenset(fills), in_place)
+    # What is read for several receivers is read for them one after the other, while it is near.
+    ordered = (
+        sorted(rounds[at], key=lambda move: (move.target, move.source, move.sender, move.read)) for at in sorted(rounds)
+    )
+    return Prepared(tuple(tuple(moves) for moves in ordered), parts, frozenset(fills), in_place)
 
 
 def held_boxes(place: Placed) -> dict[int, Box]:
