@@ -186,6 +186,8 @@ BAD_VALUES = [
     ("--algorithm.kl_coef -0.1", "`algorithm.kl_coef`: expected a number >= 0; got -0.1"),
     ("--rollout.stop ['']", "`rollout.stop` holds an empty text"),
     ("--rollout.stop ['a','a']", "`rollout.stop` = [\"a\", \"a\"] holds a text twice"),
+    ("--rollout.speculation draft", "`rollout.draft_model` is missing, which speculation = \"draft\" needs"),
+    ("--rollout.draft_model m", "`rollout.draft_model` has no effect with speculation = \"off\""),
     ("--rollout.top_p 0.9", '`rollout.top_p` = 0.9 cuts tokens off, so samples come from another distribution'),
     ("--rollout.top_k 5 --rollout.min_p 0.1", '`rollout.top_k` = 5, `rollout.min_p` = 0.1 cuts tokens off'),
     ("--rollout.top_p 0", "`rollout.top_p`: expected a number > 0 and <= 1; got 0"),
@@ -255,6 +257,7 @@ def test_what_is_at_the_limit_is_right() -> None:
     read("--rollout.num_pages 40 --train.micro_batch_rows 640 --optim.warmup_steps 3 --rollout.samples 2")
     read("--train.select informative --train.select_count 128")
     read("--rollout.top_p 0.9 --rollout.top_k 50 --rollout.truncation correct")
+    read("--rollout.speculation draft --rollout.draft_model m --rollout.draft_tokens 7")
     read("--numerics.mode fast --rollout.slots 100")  # only exact mode has tiles
     assert read("--optim.max_grad_norm inf").optim.max_grad_norm == float("inf")
     read("--optim.lr 0")  # a soak: nothing may move

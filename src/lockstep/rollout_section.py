@@ -44,6 +44,19 @@ class RolloutConfig(Section):
         "When top_k, top_p or min_p cut tokens off. correct: each token's advantage is weighted with the mass that was "
         "kept. refuse: an error.",
     )
+    speculation: Literal["off", "ngram", "draft"] = key(
+        "off",
+        "Guess tokens ahead, as many as pay; no completion changes by a bit. ngram: from the prompt and its other "
+        "completions; draft: by `draft_model`.",
+        also=("spec_decode", "speculative"),
+    )
+    draft_tokens: Int = key(4, "Guesses per sequence and pass at most.", ge=1, also=("num_speculative_tokens",))
+    draft_model: str | None = key(
+        None,
+        "draft: a smaller model with the same tokenizer, named as `model.name`.",
+        path="marked",
+        min_length=1,
+    )
     slots: Int = key(
         128, "Sequences decoded together on each device; whole tiles in exact mode.", ge=1, also=("max_num_seqs",)
     )
@@ -54,6 +67,20 @@ class RolloutConfig(Section):
     def truncates(self) -> bool:
         """Whether tokens are cut off the distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @model_validator(mode="after")
+    def _draft_model(self) -> RolloutConfig:
+        if self.speculation == "draft" and self.draft_model is None:
+            raise ValueError(
+                '`rollout.draft_model` is missing, which speculation = "draft" needs: the name of a smaller model with '
+                'the same tokenizer; or use speculation = "ngram", which needs none'
+            )
+        if self.speculation != "draft" and self.draft_model is not None:
+            raise ValueError(
+                f"`rollout.draft_model` has no effect with speculation = {literal(self.speculation)}; leave it out, or "
+                'use speculation = "draft"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _truncation(self) -> RolloutConfig:

@@ -95,6 +95,13 @@ def test_further_parameters_reach_the_sampler(tiny_folder: Path) -> None:
     assert t.details is not None and t.details.top_ids is not None and t.details.top_ids.shape == (len(t.logprobs), 2)
 
 
+def test_guessing_ahead_changes_nothing(tiny_folder: Path) -> None:
+    wanted = run(tiny_folder, "Hello", samples=3, max_new_tokens=12, temperature=0.2)
+    for how in ({"speculation": "ngram"}, {"speculation": "draft", "draft_model": str(tiny_folder), "draft_tokens": 2}):
+        got = run(tiny_folder, "Hello", samples=3, max_new_tokens=12, temperature=0.2, **how)
+        assert [(t.text, t.logprobs.tobytes()) for t in got] == [(t.text, t.logprobs.tobytes()) for t in wanted]
+
+
 def test_chat_uses_the_models_template(tiny_folder: Path) -> None:
     t = run(tiny_folder, "Hello", chat=True, max_new_tokens=1)[0]
     text = Tokenizer.from_hf(tiny_folder).decode(t.prompt_ids.tolist(), skip_special=False)

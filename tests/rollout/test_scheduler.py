@@ -8,6 +8,7 @@ shared, cached, preempted, swapped or computed again, a row must find its own id
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lockstep.errors import CapacityError, QueueFullError
+from lockstep.rollout.drafts import Payoff
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.work import Drawn, Pass, Request, Sequence
 from lockstep.types import Prompt, SamplingParams
@@ -70,9 +72,10 @@ class Driver:
             assert [self.pool[r] for r in row.read[: row.pos + 1].tolist()] == [ids[: i + 1] for i in range(len(ids))]
             assert len(ids) == row.pos + 1 and ids[-1] == row.token
             for s in row.samples:
-                assert ids == s.ids, "a sample would draw from another's state"
-                drawn.append(Drawn(s, drawn_token(s.group.request.seeds[s.index], len(s.tokens)), -1.0))
-        assert len({id(d.sequence) for d in drawn}) == len(drawn), "a sample would draw twice in one pass"
+                assert ids == (*s.ids, *row.drafts), "a sample would draw from another's state"
+                token = drawn_token(s.group.request.seeds[s.index], len(s.tokens) + len(row.drafts))
+                drawn.append(Drawn(s, token, -1.0, drafts=row.drafts))
+        assert len({(id(d.sequence), d.drafts) for d in drawn}) == len(drawn), "a sample would draw twice in one pass"
         finished = scheduler.record(drawn)
         scheduler.check_integrity()
         self.passes.append(work)
@@ -141,13 +144,40 @@ def pages_needed(r: Request, page_size: int) -> int:
     return -(-length // page_size) + (-(-(length % page_size + new) // page_size) if new else 0)
 
 
+class Guesses:
+    """Drafts that are right two times of three, and sometimes fewer than were asked for."""
+
+    def propose(self, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+        made = []
+        for s, count in zip(sequences, counts, strict=True):
+            seed, n = s.group.request.seeds[s.index], len(s.tokens)
+            right = [drawn_token(seed, n + i) for i in range(count - (seed + n) % 4 // 3)]
+            made.append([t if (seed + n + i) % 3 else t + 1 for i, t in enumerate(right)])
+        return made
+
+    def drawn(self, seq: Sequence, first: int) -> None:
+        assert 0 <= first < len(seq.tokens), "told of nothing new"
+
+
+class AsManyAsFit(Payoff):
+    """Drafts without a thought of time."""
+
+    def best(self, sequences: int, rows: int, room: int) -> int:
+        return min(self.most, room // sequences) if sequences else 0
+
+
+def speculating(most: int) -> dict[str, Any]:
+    return {"drafts": Guesses(), "payoff": AsManyAsFit(most, 1)}
+
+
 @st.composite
 def schedulers(draw, page_size: int, requests: list[Request]):
     pages = max(pages_needed(r, page_size) for r in requests) + draw(st.sampled_from([0, 1, 2, 5, 40]))
     slots = draw(st.integers(1, 5))
     max_rows = slots + draw(st.sampled_from([0, 1, 3, 30]))
     swap = draw(st.sampled_from([None, lambda rows: True, lambda rows: rows % 2 == 0]))
-    return Scheduler(slots, pages, page_size, max_rows, swap_pays=swap)
+    speculation = speculating(draw(st.integers(1, 4))) if draw(st.booleans()) else {}
+    return Scheduler(slots, pages, page_size, max_rows, swap_pays=swap, **speculation)
 
 
 @settings(max_examples=150)
@@ -405,6 +435,22 @@ def test_when_pages_run_out_the_youngest_gives_way_and_goes_on_later(swap) -> No
     driver.check_all_free()
 
 
+def test_drafts_that_are_right_save_passes_and_wrong_ones_cost_nothing_else() -> None:
+    r = plain(1, (1, 2, 3), samples=2, new_tokens=13)
+    passes, finished = [], []
+    for speculation in ({}, speculating(1), speculating(4)):
+        driver = Driver(Scheduler(4, 40, 4, 64, **speculation))
+        driver.scheduler.submit(r)
+        driver.run()
+        check_answers([r], driver.finished)
+        counts = driver.scheduler.take_counts()
+        assert (counts["accepted"] > 0) == bool(speculation) and counts["accepted"] <= counts["drafted"]
+        driver.check_all_free()
+        passes.append(len(driver.passes))
+        finished.append([s.tokens for s in driver.finished])
+    assert passes[0] == 13 and passes[0] > passes[1] > passes[2]
+
+
 def test_a_full_queue_refuses_and_names_its_bound() -> None:
     scheduler = Scheduler(1, 40, 4, 16, max_waiting=5)
     driver = Driver(scheduler)
@@ -428,10 +474,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         slots=st.integers(1, 4),
         pages=st.integers(9, 16),
         more=st.sampled_from([0, 2, 9]),
+        drafts=st.sampled_from([0, 1, 3]),
         swap=st.sampled_from([None, lambda rows: True, lambda rows: rows % 2 == 1]),
     )
-    def make(self, slots: int, pages: int, more: int, swap) -> None:
-        self.driver = Driver(Scheduler(slots, pages, 3, slots + more, max_waiting=8, swap_pays=swap))
+    def make(self, slots: int, pages: int, more: int, drafts: int, swap) -> None:
+        speculation = speculating(drafts) if drafts else {}
+        self.driver = Driver(Scheduler(slots, pages, 3, slots + more, max_waiting=8, swap_pays=swap, **speculation))
         self.requests: dict[str, Request] = {}
         self.aborted: list[Sequence] = []
         self.versions = 0

@@ -57,6 +57,9 @@ def _generate(options: argparse.Namespace) -> None:
             for name in (*_DISTRIBUTION, "min_new_tokens", "top_logprobs")
             if getattr(options, name) is not None
         },
+        speculation="draft" if options.draft_model else options.speculation,
+        draft_model=options.draft_model,
+        draft_tokens=options.draft_tokens,
         say=say,
     )
     if options.json:
@@ -156,5 +159,13 @@ def add_generate(add: Add) -> None:
     generate.add_argument(
         "--top-logprobs", metavar="N", type=count, default=None, help="with --json: list the N likeliest ids per token"
     )
+    generate.add_argument(
+        "--speculation",
+        choices=("off", "ngram"),
+        default="off",
+        help="guess tokens ahead from text seen (default: off)",
+    )
+    generate.add_argument("--draft-model", metavar="MODEL", default=None, help="guess tokens ahead by a smaller model")
+    generate.add_argument("--draft-tokens", metavar="N", type=count, default=4, help="guesses at most (default: 4)")
     generate.add_argument("--json", action="store_true", help="one JSON object per completion, with its record")
     generate.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="default: exact")

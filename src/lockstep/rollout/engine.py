@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -27,6 +27,7 @@ from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError
 from lockstep.models.decoder import Numerics
 from lockstep.models.spec import Leaf
 from lockstep.models.tokenizer import Tokenizer
+from lockstep.rollout.drafts import Drafts, Payoff
 from lockstep.rollout.sampler import Sampler, Want
 from lockstep.rollout.scheduler import MAX_WAITING, Scheduler
 from lockstep.rollout.stops import Decode
@@ -91,6 +92,8 @@ class EngineStats:
     cached_tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Engine:
@@ -101,7 +104,9 @@ class Engine:
     sequence at most. num_pages: cache pages per device; 0 sizes the pool so that every slot can hold max_positions.
     prefill_rows: rows of one pass at most, where slots is fewer; longer prompts are prefilled over several passes.
     max_waiting: samples per device that may wait to be started (`submit` refuses more). swap: whether rows of preempted
-    samples are kept on the host where that is cheaper ("auto"), always, or never.
+    samples are kept on the host where that is cheaper ("auto"), always, or never. decode: text of ids, for stop texts.
+    drafts: guesses of at most draft_tokens tokens per sample and pass, as many as make_payoff(draft_tokens, rows of a
+    tile) finds worth it; see `drafts`.
     """
 
     def __init__(
@@ -115,26 +120,42 @@ class Engine:
         max_waiting: int = MAX_WAITING,
         swap: Literal["auto", "always", "never"] = "auto",
         decode: Decode | None = None,
+        drafts: Drafts | None = None,
+        draft_tokens: int = 4,
+        make_payoff: Callable[[int, int], Payoff] = Payoff,
         fingerprint: Fingerprint,
     ) -> None:
         page = programs.num.page_size
         self.programs, self.fingerprint = programs, fingerprint
         self.num_pages = num_pages or enough_pages(slots, max_positions, page)
         self._trash = self.num_pages * page
-        self._max_positions = max_positions
+        self.max_positions = max_positions
+        self._shapes: set[tuple[int, ...]] = set()
         max_rows = max(slots, prefill_rows)
         self._pools = programs.new_pools(self._trash + 1)
         leaves = jax.tree.leaves(self._pools)
         self._pool_rows = PoolRows(programs, self._trash)
         self.swap_costs = SwapCosts(sum(a.nbytes // a.shape[0] for a in leaves))
         pays = {"auto": self.swap_costs.pays, "always": lambda rows: True, "never": None}[swap]
+        unit = programs.num.tile_rows or padded_rows(1, 0)
         self._shards = [
-            Scheduler(slots, self.num_pages, page, max_rows, max_waiting=max_waiting, swap_pays=pays, decode=decode)
+            Scheduler(
+                slots,
+                self.num_pages,
+                page,
+                max_rows,
+                max_waiting=max_waiting,
+                swap_pays=pays,
+                decode=decode,
+                drafts=drafts,
+                payoff=make_payoff(draft_tokens, unit) if drafts is not None else None,
+            )
             for _ in range(programs.num_devices)
         ]
         self._sampler, self._decode = Sampler(programs), decode
         self._weights: SplitWeights | None = None
         self._installs = itertools.count()
+        self._compiled = False  # whether the last pass was the first of its shape
         self.version: PolicyVersion | None = None
         self.stats = EngineStats()
 
@@ -178,10 +199,10 @@ class Engine:
         if wrong:
             raise ConfigError(f"prompt {prompt.id!r}: seed {wrong[0]} is not in 0..2^64-1; derive it by request_seed")
         need = len(prompt.ids) + params.max_new_tokens
-        if need > self._max_positions:
+        if need > self.max_positions:
             raise CapacityError(
                 f"prompt {prompt.id!r}: {len(prompt.ids)} prompt tokens + {params.max_new_tokens} new tokens = {need} "
-                f"positions, the engine was sized for {self._max_positions}; raise task.max_prompt_tokens or lower "
+                f"positions, the engine was sized for {self.max_positions}; raise task.max_prompt_tokens or lower "
                 f"rollout.max_new_tokens"
             )
         bad = [i for i in prompt.ids if not 0 <= i < self.programs.spec.vocab_size]
@@ -207,9 +228,10 @@ class Engine:
                 f"prompt {prompt.id!r} is under way already; samples are told apart by (prompt id, index), so "
                 f"give each prompt its own id and all its seeds at once"
             )
-        self._queue(request)
+        self.enqueue(request)
 
-    def _queue(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
+        """`submit` without its checks, for requests that are known to be right."""
         open_ = [s for s in self._shards if s.accepts(request)]
         min(open_ or self._shards, key=lambda s: s.load).submit(request)
 
@@ -240,7 +262,7 @@ class Engine:
         waiting = deque(requests)
         while waiting or self.busy:
             while waiting and any(s.accepts(waiting[0]) for s in self._shards):
-                self._queue(waiting.popleft())
+                self.enqueue(waiting.popleft())
             done += self.step()
         return sorted(done, key=lambda t: (order[t.group_id], t.index))
 
@@ -255,13 +277,20 @@ class Engine:
         self._swap(work)
         start = time.perf_counter()
         drawn = self._run(work)
-        self.swap_costs.ran(sum(map(len, work)), time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.swap_costs.ran(sum(map(len, work)), seconds)
+        if not self._compiled:
+            for shard in self._shards:
+                if shard.payoff is not None:
+                    shard.payoff.passed(max(map(len, work)), seconds)
+        self.stats.completion_tokens += sum(map(len, drawn))
+        done = [self._trajectory(s) for shard, d in zip(self._shards, drawn, strict=True) for s in shard.record(d)]
         for shard in self._shards:
-            self.stats.preemptions += shard.num_preemptions
-            self.stats.swaps += shard.num_swaps
-            self.stats.cached_tokens += shard.memory.cached_tokens
-            shard.num_preemptions = shard.num_swaps = shard.memory.cached_tokens = 0
-        return [self._trajectory(s) for shard, d in zip(self._shards, drawn, strict=True) for s in shard.record(d)]
+            for name, count in shard.take_counts().items():
+                setattr(self.stats, name, getattr(self.stats, name) + count)
+                # A draft's row draws a token too; it counts when the draft was right.
+                self.stats.completion_tokens += {"drafted": -count, "accepted": count}.get(name, 0)
+        return done
 
     def _swap(self, work: list[Pass]) -> None:
         """Copy rows of preempted samples out, and of resumed ones back in."""
@@ -281,6 +310,9 @@ class Engine:
                 host.tokens[i], host.pos[i], host.length[i] = r.token, r.pos, r.pos + 1
                 host.write[i] = self._trash if r.write is None else r.write
                 host.read[i, : min(width, len(r.read))] = r.read[:width]
+        shape = (n, width, padded_rows(max(sum(len(r.samples) for r in w) for w in work), p.num.tile_rows))
+        self._compiled = shape not in self._shapes
+        self._shapes.add(shape)
         rows = p.put_rows(host)
         x = p.embed(weights, rows.tokens)
         for i in range(p.spec.num_layers):
@@ -292,10 +324,9 @@ class Engine:
         scored = [[(i, r.score, r.pos) for i, r in enumerate(w) if r.score is not None] for w in work]
         self._sampler.score_prompts(weights, x, scored)
         drawn = self._sampler.draw(
-            weights, x, [[Want(i, s, s.tokens) for i, r in enumerate(w) for s in r.samples] for w in work]
+            weights, x, [[Want(i, s, r.drafts) for i, r in enumerate(w) for s in r.samples] for w in work]
         )
         self._require_finite(drawn)
-        self.stats.completion_tokens += sum(map(len, drawn))
         return drawn
 
     def _require_finite(self, drawn: list[list[Drawn]]) -> None:

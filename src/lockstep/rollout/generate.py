@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.models import load_model
 from lockstep.models.decoder import Numerics
 from lockstep.models.spec import leaf_table
+from lockstep.rollout.draft_model import make_drafts
 from lockstep.rollout.engine import Engine, make_fingerprint, request_seed
 from lockstep.rollout.stops import split_stops
 from lockstep.sync.verify import leaf_digests, policy_digest
@@ -39,14 +40,18 @@ def generate(
     dtype: str = "float32",
     ignore_eos: bool = False,
     sampling: Mapping[str, Any] | None = None,
+    speculation: Literal["off", "ngram", "draft"] = "off",
+    draft_model: str | None = None,
+    draft_tokens: int = 4,
     say: Callable[[str], None] | None = None,
 ) -> list[Trajectory]:
     """`samples` completions of every prompt, in order, with text and recorded log-probabilities.
 
     model: a known name, a folder or a .gguf file. chat: each prompt is a user turn in the model's own template. stop:
     texts that end a completion (see `stops.split_stops`), as the model's end-of-sequence ids do unless ignore_eos.
-    numerics_mode: `exact` or `fast`. sampling: further fields of `SamplingParams`. say: told what takes long, such as a
-    download. Raises a LockstepError for a model, a prompt or parameters that cannot be used.
+    numerics_mode: `exact` or `fast`. sampling: further fields of `SamplingParams`. speculation, draft_model,
+    draft_tokens: as in a recipe. say: told what takes long, such as a download. Raises a LockstepError for a model, a
+    prompt or parameters that cannot be used.
     """
     if not prompts:
         raise ConfigError("generate: no prompts were given; pass at least one")
@@ -80,8 +85,12 @@ def generate(
     weights = place(loaded.params, table, mesh)
     slots = min(128, -(-len(made) * samples // TILE_ROWS) * TILE_ROWS)
     fingerprint = make_fingerprint(tokenizer, params, programs.num, device_kinds(list(mesh.devices.flat)))
+    drafts = make_drafts(speculation, draft_model, tokenizer, programs, slots=slots, max_positions=longest, say=say)
     decode = partial(tokenizer.decode, skip_special=False)
-    engine = Engine(programs, slots=slots, max_positions=longest, decode=decode, fingerprint=fingerprint)
+    engine = Engine(
+        programs, slots=slots, max_positions=longest, decode=decode, drafts=drafts, draft_tokens=draft_tokens,
+        fingerprint=fingerprint,
+    )  # fmt: skip
     engine.install(PolicyVersion(0, policy_digest({}, leaf_digests(weights))), weights)
     seeds = {p.id: [request_seed(seed, 0, p.id, i) for i in range(samples)] for p in made}
     done = engine.generate(made, seeds, params)

@@ -103,6 +103,15 @@ class Memory:
         seq.own += pages
         seq.rows = np.concatenate([seq.rows, self._rows_of(pages, len(seq.rows))])
 
+    def trim(self, seq: Sequence) -> None:
+        """Give back pages beyond those that the sequence's tokens need: taken for drafts that were not accepted."""
+        first = seq.group.prompt_length
+        needed = self.own_pages(first, len(seq.tokens))
+        if len(seq.own) > needed:
+            self.pages.release(seq.own[needed:])
+            del seq.own[needed:]
+            seq.rows = seq.rows[: (first // self.page_size + needed) * self.page_size]
+
     def restore(self, seq: Sequence) -> None:
         """Pages for all tokens of a sequence that was preempted; what the cache still has of them need not be computed
         again, nor what was saved on the host."""

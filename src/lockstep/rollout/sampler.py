@@ -26,11 +26,20 @@ IDS = 16  # ids named for a row are padded to a power of two of this many
 
 @dataclass(frozen=True)
 class Want:
-    """A token to draw: from which row of the device's share, for which sequence, after which `tokens` of it."""
+    """A token to draw: from which row of the device's share, for which sequence, after which drafts."""
 
     row: int
     sequence: Sequence
-    tokens: List[int]
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The completion before it, drafts included."""
+        return [*self.sequence.tokens, *self.drafts]
+
+    @property
+    def index(self) -> int:
+        return self.sequence.group.request.first + len(self.sequence.tokens) + len(self.drafts)
 
     @property
     def params(self) -> SamplingParams:
@@ -56,7 +65,7 @@ def lay_out(wanted: List[List[Want]], tile_rows: int) -> Batch:
     temperature, seed = np.ones(total, np.float32), np.zeros((total, 2), np.uint32)
     places = [(j, want) for d, own in enumerate(wanted) for j, want in enumerate(own, d * m)]
     for j, want in places:
-        at[j], index[j], temperature[j] = want.row, len(want.tokens), want.params.temperature
+        at[j], index[j], temperature[j] = want.row, want.index, want.params.temperature
         s = want.sequence.group.request.seeds[want.sequence.index]
         seed[j] = (s & 0xFFFFFFFF, s >> 32)
     return Batch(places, at, temperature, seed, index)
@@ -129,7 +138,7 @@ class Sampler:
         p, b = self.programs, lay_out(wanted, self.programs.num.tile_rows)
         drawn = p.sample(weights, x, *p.put_rows((b.at, b.temperature, b.seed, b.index)))
         tokens, logprobs = (np.asarray(a) for a in drawn)
-        return {id(w): Drawn(w.sequence, int(tokens[j]), float(logprobs[j])) for j, w in b.places}
+        return {id(w): Drawn(w.sequence, int(tokens[j]), float(logprobs[j]), drafts=w.drafts) for j, w in b.places}
 
     def _draw_changed(self, weights: SplitWeights, x: jax.Array, wanted: List[List[Want]]) -> dict[int, Drawn]:
         if not any(wanted):
@@ -146,7 +155,7 @@ class Sampler:
         return {
             id(w): Drawn(
                 w.sequence, int(target[j]), float(logprobs[j]), float(kept[j]),
-                (top_ids[j, : w.params.top_logprobs], top_logprobs[j, : w.params.top_logprobs]),
+                (top_ids[j, : w.params.top_logprobs], top_logprobs[j, : w.params.top_logprobs]), w.drafts,
             )
             for j, w in b.places
         }  # fmt: skip

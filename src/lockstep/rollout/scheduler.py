@@ -26,6 +26,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 
 from lockstep.errors import CapacityError, QueueFullError
+from lockstep.rollout.drafts import Drafts, Payoff
 from lockstep.rollout.memory import Memory
 from lockstep.rollout.stops import Decode, finish_reason
 from lockstep.rollout.work import Drawn, GroupWork, Pass, Request, Row, RowKind, Sequence, Swap
@@ -51,6 +52,8 @@ class Scheduler:
         max_waiting: int = MAX_WAITING,
         swap_pays: Callable[[int], bool] | None = None,
         decode: Decode | None = None,
+        drafts: Drafts | None = None,
+        payoff: Payoff | None = None,
     ) -> None:
         assert max_rows >= slots, "every running sequence must fit in one pass"
         self.slots, self.max_rows, self.max_waiting = slots, max_rows, max_waiting
@@ -60,8 +63,10 @@ class Scheduler:
         self.preempted: list[Sequence] = []
         self.groups: dict[str, GroupWork] = {}  # every one that is not finished, by prompt id
         self.load = 0  # samples not finished; the engine sends the next group to the least loaded device
-        self.num_preemptions = self.num_swaps = 0
+        self.num_preemptions = self.num_swaps = self.num_drafted = self.num_accepted = 0
         self._swap_pays, self._decode = swap_pays, decode
+        assert (drafts is None) == (payoff is None)
+        self._drafts, self.payoff = drafts, payoff
         self._started = 0
         self._save: list[Swap] = []
         self._computed_by_pass: list[tuple[GroupWork | Sequence, int]] = []
@@ -240,6 +245,8 @@ class Scheduler:
             rows.append(Row(group.request.prompt.ids[last], last, None, group.rows, fresh, "again"))
         for part in filling.values():
             rows += self._chunk(part, self.max_rows - len(rows))
+        if self._drafts is not None:
+            rows += self._draft_rows([r.samples[0] for r in rows if r.kind == "decode"], len(rows))
         load = [Swap(s, s.rows[s.group.prompt_length :][: len(s.saved)]) for s in self.running if s.saved is not None]
         return Pass(rows, self._save, load)
 
@@ -247,6 +254,27 @@ class Scheduler:
         """The row of a sequence's token i; the next token is drawn from that of the last."""
         pos, last = seq.group.prompt_length + i, i == len(seq.tokens) - 1
         return Row(seq.tokens[i], pos, int(seq.rows[pos]), seq.rows, (seq,) if last else (), kind)
+
+    def _draft_rows(self, decoding: list[Sequence], rows: int) -> list[Row]:
+        """Rows for drafts of decoding sequences, as many as pay. They take no page that a running sequence may need,
+        and nothing after the place of the last token that may be drawn."""
+        assert self._drafts is not None and self.payoff is not None
+        each = self.payoff.best(len(decoding), rows, self.max_rows - rows)
+        counts = [min(each, s.group.request.params.max_new_tokens - 1 - len(s.tokens)) for s in decoding]
+        if not any(counts):
+            return []
+        made: list[Row] = []
+        for seq, drafts in zip(decoding, self._drafts.propose(decoding, counts), strict=True):
+            pos = seq.group.prompt_length + len(seq.tokens)
+            for i, token in enumerate(drafts, 1):
+                if pos >= len(seq.rows):
+                    if self.memory.pages.num_available <= self._growth():
+                        break
+                    self.memory.extend(seq)
+                made.append(Row(token, pos, int(seq.rows[pos]), seq.rows, (seq,), "draft", None, tuple(drafts[:i])))
+                pos += 1
+        # Every row of a sequence reads the rows as they are after the last page was added.
+        return [replace(r, read=r.samples[0].rows) for r in made]
 
     def _chunk(self, part: GroupWork | Sequence, room: int) -> list[Row]:
         """The next rows of a prompt, or of a resumed sequence, as many as there is room for. A chunk that is not the
@@ -280,8 +308,21 @@ class Scheduler:
                 self.memory.filled(part, stop)
         self._computed_by_pass = []
         finished = []
+        new: dict[int, list[int]] = {}
+        reached = accepted = 0
         for d in drawn:
-            seq = d.sequence
+            seq, got = d.sequence, new.setdefault(id(d.sequence), [])
+            if d.drafts:
+                # Good if the target drew all the drafts that it comes after. What follows a wrong one was never run.
+                self.num_drafted += 1
+                if seq.finish or len(got) != len(d.drafts):
+                    continue
+                reached += 1
+                if got[-1] != d.drafts[-1]:
+                    continue
+                accepted += 1
+                seq.computed += 1
+            got.append(d.token)
             seq.tokens.append(d.token)
             seq.logprobs.append(d.logprob)
             seq.kept.append(d.kept)
@@ -290,11 +331,23 @@ class Scheduler:
             seq.finish = finish_reason(seq.tokens, seq.group.request.params, self._decode)
             if seq.finish:
                 finished.append(seq)
+        if self._drafts is not None and self.payoff is not None:
+            self._learn(new, reached, accepted)
         for seq in finished:
             self.memory.remember(seq)
             self._stop(seq)
             self._close(seq.group, 1)
         return finished
+
+    def _learn(self, new: dict[int, list[int]], reached: int, accepted: int) -> None:
+        """Tell the drafts what was drawn, and give back what rejected ones held."""
+        assert self._drafts is not None and self.payoff is not None
+        self.num_accepted += accepted
+        self.payoff.judged(reached, accepted)
+        for seq in self.running:
+            if id(seq) in new:
+                self._drafts.drawn(seq, len(seq.tokens) - len(new[id(seq)]))
+                self.memory.trim(seq)
 
     def _close(self, group: GroupWork, samples: int) -> None:
         self.load -= samples
@@ -325,6 +378,16 @@ class Scheduler:
             seq.finish, seq.saved = "abort", None
         self._close(group, group.open)
         return cancelled
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since this was last called, by name."""
+        counts = {
+            "preemptions": self.num_preemptions, "swaps": self.num_swaps, "drafted": self.num_drafted,
+            "accepted": self.num_accepted, "cached_tokens": self.memory.cached_tokens,
+        }  # fmt: skip
+        self.num_preemptions = self.num_swaps = self.num_drafted = self.num_accepted = 0
+        self.memory.cached_tokens = 0
+        return counts
 
     def check_integrity(self) -> tuple[int, int, int, int]:
         """(free, cached, used, total) pages; asserts that pages, cache, sequences and counts agree."""

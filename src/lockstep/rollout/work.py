@@ -15,11 +15,13 @@ from lockstep.types import FinishReason, Prompt, SamplingParams
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and a seed per wanted sample. Sample i is drawn from (seeds[i], tokens so far) alone."""
+    """One prompt and a seed per wanted sample. Sample i is drawn from (seeds[i], tokens so far) alone. first: number of
+    the first token that is drawn, where the prompt ends in tokens of the completion (a draft model's requests)."""
 
     prompt: Prompt
     seeds: tuple[int, ...]
     params: SamplingParams
+    first: int = 0
 
 
 Likeliest = tuple[np.ndarray, np.ndarray]  # ids [n] int32, their log-probabilities [n] float32
@@ -36,7 +38,7 @@ class GroupWork:
     rows [P]: pool row of every prompt position, held: the pages that they lie in; both empty while no sample of the
     group runs. prefilled: prompt positions whose keys and values are in the pool. waiting: samples that have not been
     started; open: those that are not finished. scores [P]: log-probabilities of the prompt's ids, where they are asked
-    for.
+    for. seen: what `drafts.SeenDrafts` knows of the prompt.
     """
 
     request: Request
@@ -48,6 +50,7 @@ class GroupWork:
     prefilled: int = 0
     running: list[Sequence] = field(default_factory=list)
     scores: np.ndarray | None = None
+    seen: Any = None
 
     @property
     def prompt_length(self) -> int:
@@ -93,7 +96,7 @@ class Sequence:
         return (*self.group.request.prompt.ids, *self.tokens)
 
 
-RowKind = Literal["prompt", "decode", "again"]
+RowKind = Literal["prompt", "decode", "again", "draft"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ class Row:
 
     write None: the row's key and value are in the pool already and must not be written again. kind: a prompt's token, a
     completion's newest, or a token that is run again (after a preemption, or for its hidden state). score: the group
-    whose prompt's next id is to be scored from this row.
+    whose prompt's next id is to be scored from this row. drafts: guesses at the sequence's next tokens, up to this
+    row's own.
     """
 
     token: int
@@ -112,6 +116,7 @@ class Row:
     samples: tuple[Sequence, ...]
     kind: RowKind
     score: GroupWork | None = None
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,10 +145,12 @@ class Pass:
 @dataclass(frozen=True)
 class Drawn:
     """A token that was sampled for a sequence; its log-probability under the whole softmax at the temperature (nats);
-    by how much that is less under the distribution drawn from; the likeliest ids, where they are asked for."""
+    by how much that is less under the distribution drawn from; the likeliest ids, where they are asked for; the drafts
+    after which it was drawn."""
 
     sequence: Sequence
     token: int
     logprob: float
     kept: float = 0.0
     top: Likeliest | None = None
+    drafts: tuple[int, ...] = ()

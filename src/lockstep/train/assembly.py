@@ -29,6 +29,7 @@ from lockstep.models.init import init_leaf
 from lockstep.models.lora import LoraSpec
 from lockstep.models.spec import ModelSpec, leaf_table
 from lockstep.models.tokenizer import Tokenizer
+from lockstep.rollout.draft_model import make_drafts
 from lockstep.rollout.engine import Engine, make_fingerprint
 from lockstep.rollout.stops import split_stops
 from lockstep.sync.replica import LocalReplica
@@ -155,6 +156,16 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         max_positions=longest,
         num_pages=config.rollout.num_pages,
         decode=partial(model.tokenizer.decode, skip_special=False),
+        drafts=make_drafts(
+            config.rollout.speculation,
+            config.rollout.draft_model,
+            model.tokenizer,
+            rollout,
+            slots=config.rollout.slots,
+            max_positions=longest,
+            say=say,
+        ),
+        draft_tokens=config.rollout.draft_tokens,
         fingerprint=fingerprint,
     )
     reference_weights = trainer.frozen or trainer.trainable

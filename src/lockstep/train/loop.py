@@ -318,6 +318,8 @@ class Loop:
             "engine/passes": stats.passes,
             "engine/cached_tokens": stats.cached_tokens,
             "engine/preemptions": stats.preemptions,
+            "engine/drafted": stats.drafted,
+            "engine/accepted": stats.accepted,
             "engine/padding": 1 - stats.rows / stats.padded_rows,
             **result.metrics,
         }
