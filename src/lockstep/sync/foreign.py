@@ -135,7 +135,9 @@ class Segment:
         size = os.fstat(self._file.fileno()).st_size
         if size < DATA_AT:
             raise WeightsError(f"{self.path} has {size} bytes; it is still being written, or torn")
-        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        # All pages at once: met one by one they cost more than what is done with them.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(self._file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
         magic, state, at, length, total, proof = HEADER.unpack_from(self._map)
         if magic != MAGIC:
             raise WeightsError(f"{self.path} is no segment of weights: it begins with {magic!r}")

@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import re
 import secrets
@@ -89,10 +88,10 @@ def write_segment(
     try:
         with said_as_sync_error(f"{at} bytes of shared memory for version {version} in {path.parent} (is it full?)"):
             fcntl.flock(fd, fcntl.LOCK_SH)
-            os.posix_fallocate(fd, 0, at)  # else a full memory file system kills who writes, with SIGBUS
-        with mmap.mmap(fd, at) as memory:
+            # Written, not mapped: a full memory file system is then an error, not a signal, and no page is cleared first.
+            os.ftruncate(fd, at)
             for target, array in host_targets(mapping, source, check):
-                leaves[target.path]["crc32"] = _put(memory, leaves[target.path]["offset"], array)
+                leaves[target.path]["crc32"] = _put(fd, leaves[target.path]["offset"], array)
         manifest = json.dumps(
             {
                 "format": foreign.FORMAT,
@@ -106,8 +105,7 @@ def write_segment(
             }
         ).encode()
         with said_as_sync_error(f"the manifest of version {version}, {path}"):
-            os.posix_fallocate(fd, at, len(manifest))
-            os.pwrite(fd, manifest, at)
+            _write(fd, memoryview(manifest), at)
             proof = hashlib.blake2b(manifest, digest_size=foreign.DIGEST_BYTES).digest()
             fields = (at, len(manifest), at + len(manifest), proof)
             os.pwrite(fd, foreign.HEADER.pack(foreign.MAGIC, foreign.WRITING, *fields), 0)
@@ -118,14 +116,20 @@ def write_segment(
     return owned
 
 
-def _put(memory: mmap.mmap, at: int, array: np.ndarray) -> list[str]:
-    """Copy a leaf to its place; the checksums of what is there then."""
+def _put(fd: int, at: int, array: np.ndarray) -> list[str]:
+    """Write a leaf to its place. Returns its checksums."""
     if not array.size:
         return []
-    place = np.frombuffer(memory, np.uint8, array.nbytes, at)
-    bits = f"u{array.dtype.itemsize}"
-    np.copyto(place.view(bits).reshape(array.shape), array.view(bits))
-    return foreign.checksums(place.data, BLOCK_BYTES)
+    data = np.ascontiguousarray(array.view(f"u{array.dtype.itemsize}")).reshape(-1).view(np.uint8).data
+    _write(fd, data, at)
+    return foreign.checksums(data, BLOCK_BYTES)
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    """All of it: one call writes 2 GiB at most."""
+    while data:
+        written = os.pwrite(fd, data, at)
+        data, at = data[written:], at + written
 
 
 class SharedMemoryTransport:
