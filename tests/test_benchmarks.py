@@ -236,3 +236,38 @@ def test_limits_prints_every_limit(tmp_path: Path) -> None:
     assert all(r["best"] == max(r["numpy"], r["jax"]) > 0 for r in rates)
     assert result["machine"]["cores"] >= 1
     assert len(limits.markdown(result).splitlines()) == 2 + len(rates)
+
+
+# ---------------------------------------------------------------- what a sync costs
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trees", "smollm2,3b"], "'3b' is not one of smollm2, 1b, tiny"),
+        (["--pairs", "near"], "'near' is not one of same, apart"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--threads", "100000"], "this process may use 1 to"),
+    ],
+)
+def test_sync_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script("sync").parse_arguments(words)
+    assert message in capsys.readouterr().err
+
+
+def test_sync_measures_every_way_and_its_own_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "sync.json"
+    words = ["--trees", "tiny", "--rounds", "1", "--threads", "1", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "sync.py"), *words], check=True, capture_output=True, text=True
+    )
+    result = json.loads(out.read_text())
+    ways = ["sync", "device_put", "gather", "copy_fresh", "copy_existing"]
+    assert [(r["pair"], r["way"]) for r in result["rows"]] == [(p, w) for p in ("same", "apart") for w in ways]
+    assert all(r["min_s"] <= r["median_s"] <= r["max_s"] for r in result["rows"])
+    same, apart = (r for r in result["rows"] if r["way"] == "sync")
+    assert same["bytes_moved"] == same["bytes_crossing"] == 0
+    assert apart["bytes_moved"] == apart["bytes_planned"] == apart["bytes_crossing"] == apart["bytes_held"]
+    assert result["summary"][0]["moving_over_device_put"] is None
+    assert result["summary"][1]["verify_over_moving"] > 0 and "| tiny | apart | sync |" in done.stdout
