@@ -88,7 +88,7 @@ def write_segment(
     try:
         with said_as_sync_error(f"{at} bytes of shared memory for version {version} in {path.parent} (is it full?)"):
             fcntl.flock(fd, fcntl.LOCK_SH)
-            # Written, not mapped: a full memory file system is then an error, not a signal, and no page is cleared first.
+            # Written, not mapped: a full memory file system is an error then, not a signal, and no page is cleared.
             os.ftruncate(fd, at)
             for target, array in host_targets(mapping, source, check):
                 leaves[target.path]["crc32"] = _put(fd, leaves[target.path]["offset"], array)
