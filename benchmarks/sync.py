@@ -1,6 +1,6 @@
 """What a weight sync costs: seconds and bytes of ours against the plain ways of moving the same weights, in one run.
 
-    python benchmarks/sync.py [--trees smollm2,1b] [--pairs same,apart] [--rounds 7] [--threads 2] [--out F]
+    python benchmarks/sync.py [--trees smollm2,1b] [--pairs same,apart] [--rounds 7] [--processes] [--out F]
 
 On eight simulated CPU devices, float32, made-up weights. `same`: actor and rollout share a mesh (fsdp=4).
 `apart`: actor fsdp=4, rollout tensor=2 x data=2, on devices of its own. Within each round every way takes its turn;
@@ -13,7 +13,7 @@ medians count.
   and into memory that is there, on one thread.
 
 On `same` a sync moves nothing; device_put hands the same arrays back; gather and copies are what it would cost.
-Other transports add rows of their own through `MORE`: name -> function of (tree, pair, rounds) that returns rows.
+--threads: cores to use. Other transports add rows of their own (`--processes`) through `MORE`: name -> function of (tree, pair, rounds) that returns rows.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", default="same,apart", help=f"of {', '.join(PAIRS)}")
     parser.add_argument("--rounds", type=int, default=7, help="timed repetitions of each way")
     parser.add_argument("--threads", type=int, default=min(2, usable_cores()), help="cores to use")
+    parser.add_argument("--processes", action="store_true", help="rows for a sampler in another process as well")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "sync.json")
     args = parser.parse_args(argv)
     for name, known in (("trees", TREES), ("pairs", tuple(PAIRS))):
@@ -229,6 +230,10 @@ def main() -> None:
     from lockstep.cluster.devices import simulate_cpu_devices
 
     simulate_cpu_devices(8)
+    if args.processes:
+        import sync_transports
+
+        MORE["processes"] = sync_transports.rows
     rows: list[dict[str, Any]] = []
     for tree in args.trees:
         for pair in args.pairs:
