@@ -13,7 +13,8 @@ medians count.
   and into memory that is there, on one thread.
 
 On `same` a sync moves nothing; device_put hands the same arrays back; gather and copies are what it would cost.
---threads: cores to use. Other transports add rows of their own (`--processes`) through `MORE`: name -> function of (tree, pair, rounds) that returns rows.
+Other transports add rows of their own (`--processes`) through `MORE`: name -> function of (tree, pair, rounds) that
+returns rows.
 """
 
 from __future__ import annotations
