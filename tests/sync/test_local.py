@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from lockstep.cluster.devices import host_view
 from lockstep.errors import SyncError
 from lockstep.sync import operations as op
 from lockstep.sync.arrays import device_numbers, layout_of, placed, shared_devices
@@ -269,6 +270,23 @@ def test_memory_is_used_again_only_when_nobody_reads_it():
     gc.collect()
     transport.memory.trim()
     assert transport.memory.allocated == 0
+
+
+def test_views_of_arrays_outlive_them():
+    """A sync that was given up may still be reading when the trainer has gone on and donated its weights."""
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn"):
+        array = jax.block_until_ready(jax.device_put(noise((64, 8), dtype), jax.devices()[3]))
+        view, kept = host_view(array), np.asarray(array.copy())
+        array.delete()
+        others = jax.block_until_ready([jax.device_put(np.ones((64, 8)), jax.devices()[3]) for _ in range(4)])
+        assert view.tobytes() == kept.tobytes() and not view.flags.writeable, others[0].shape
+    array = jax.block_until_ready(jax.device_put(noise((64,), "float32"), jax.devices()[3]) * 2)  # jax's own memory
+    view = host_view(array)
+    assert view.ctypes.data == array.unsafe_buffer_pointer()
+    where = view.ctypes.data
+    del view
+    plus = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert plus.unsafe_buffer_pointer() == where  # nothing of the view is left
 
 
 def test_nan_payloads_and_signs_of_zero_cross():

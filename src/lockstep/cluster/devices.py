@@ -6,7 +6,6 @@ compiled programs are kept. A new accelerator needs a look at this file and at n
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import os
@@ -109,15 +108,23 @@ def in_host_memory(devices: Sequence[jax.Device]) -> bool:
 def host_view(array: jax.Array) -> np.ndarray:
     """The very memory of an array on one device for which `in_host_memory` holds, read-only; wait for the array first.
 
-    The view keeps nothing alive: hold `array` for as long as the view is read. (A view that jax makes itself would keep
-    the buffer from being donated for as long as the array lives.)
+    The memory lives as long as the view, also when the array is deleted, and is not given to a donation. (A view that
+    jax makes itself keeps it for as long as the array lives, so that the array could never be donated any more.)
     """
     if not array.size:
         return np.empty(array.shape, array.dtype)
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    view: np.ndarray = np.ndarray(array.shape, array.dtype, memoryview(memory))
-    view.flags.writeable = False
-    return view
+    return np.asarray(_Held(array)).view(array.dtype).reshape(array.shape)
+
+
+class _Held:
+    """Owner of an array's memory, as numpy sees it: holds on to it by a DLPack capsule, which knows more types than
+    numpy's own reading of one."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._capsule = array.__dlpack__()
+        self.__array_interface__ = {
+            "data": (array.unsafe_buffer_pointer(), True), "shape": (array.nbytes,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
 
 
 class HostMemory:
