@@ -15,15 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from lockstep.cluster.devices import HostMemory, adopt, default_memory, host_view
+from lockstep.cluster.devices import HostMemory, host_view
 from lockstep.sync.local_device import to_wire
 from lockstep.sync.moves import Move, Prepared
+from lockstep.sync.parts import adopted, copy, fresh
 from lockstep.sync.plan import SyncPlan
 
 THREADED_BYTES = 1 << 20  # less is done sooner by one thread
 EVENNESS = 8  # no copy is more than this fraction of a thread's share
-
-_BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 Copy = tuple[np.ndarray, np.ndarray]
 """(destination, source), views of equal shape."""
@@ -41,7 +40,7 @@ def carry_out(
 ) -> dict[str, jax.Array]:
     """Every leaf that the plan writes, in buffers of its own. moved: told of each move, and the bytes it had. check:
     called between rounds; raises when there is no time left. memory: where the buffers come from."""
-    parts = {path: _fresh(plan, prepared, path, memory) for path in prepared.parts}
+    parts = {path: fresh(plan, prepared, path, memory) for path in prepared.parts}
     threads = _threads()
     with ThreadPoolExecutor(threads) as pool:
         for moves in prepared.rounds:
@@ -54,7 +53,10 @@ def carry_out(
                 moved(move, block.nbytes)
             # Not before all of them are listed: the interpreter's lock would keep lister and copiers waiting in turn.
             _copy_all(pool, threads, copies)
-    return {path: _adopted(plan, path, destination[path], parts[path], numbers) for path in parts}
+    return {
+        path: adopted(plan.leaves[path].shape, destination[path], {numbers[n]: part for n, part in buffers.items()})
+        for path, buffers in parts.items()
+    }
 
 
 class _Wires:
@@ -75,15 +77,6 @@ class _Wires:
 def _relayed(plan: SyncPlan, parts: Mapping[str, Mapping[int, np.ndarray]], move: Move) -> np.ndarray:
     """What the sender got in an earlier round, in the type that crosses."""
     return parts[move.target][move.sender][move.read_at].astype(plan.leaves[move.target].wire_dtype, copy=False)
-
-
-def _fresh(plan: SyncPlan, prepared: Prepared, path: str, memory: HostMemory) -> dict[int, np.ndarray]:
-    found = {}
-    for number, shape in prepared.parts[path].items():
-        found[number] = memory.empty(shape, np.dtype(plan.leaves[path].dtype))
-        if path in prepared.fills:
-            found[number].fill(0)
-    return found
 
 
 def _threads() -> int:
@@ -109,11 +102,7 @@ def _copy_all(pool: ThreadPoolExecutor, threads: int, copies: list[Copy]) -> Non
 
 def _copy_some(copies: list[Copy]) -> None:
     for into, source in copies:
-        if into.dtype == source.dtype:
-            # As integers: numpy copies types that it does not know element by element, holding the interpreter.
-            bits = _BITS[into.dtype.itemsize]
-            into, source = into.view(bits), source.view(bits)
-        np.copyto(into, source, casting="unsafe")
+        copy(into, source)
 
 
 def _chunks(into: np.ndarray, source: np.ndarray, most: int) -> Iterator[Copy]:
@@ -126,15 +115,3 @@ def _chunks(into: np.ndarray, source: np.ndarray, most: int) -> Iterator[Copy]:
     edges = [rows * i // count for i in range(count + 1)]
     for start, stop in itertools.pairwise(edges):
         yield into[start:stop], source[start:stop]
-
-
-def _adopted(
-    plan: SyncPlan, path: str, sharding: Sharding, parts: Mapping[int, np.ndarray], numbers: Mapping[int, jax.Device]
-) -> jax.Array:
-    """The array whose shards are these buffers."""
-    shape = plan.leaves[path].shape
-    buffers = {numbers[number]: buffer for number, buffer in parts.items()}
-    kind = default_memory(next(iter(buffers)))
-    if sharding.memory_kind in (None, kind):
-        return adopt(shape, sharding, buffers)
-    return jax.device_put(adopt(shape, sharding.with_memory_kind(kind), buffers), sharding)

@@ -62,7 +62,7 @@ def cut(shard: jax.Array, move: Move, wire: str, memory: HostMemory) -> jax.Arra
 def copy(into: np.ndarray, block: np.ndarray) -> None:
     """Fill `into` with `block`, which may be of a narrower type."""
     if into.dtype == block.dtype:
-        # As integers: numpy copies types that it does not know itself element by element.
+        # As integers: numpy copies types that it does not know element by element, holding the interpreter.
         bits = f"u{into.dtype.itemsize}"
         into, block = into.view(bits), block.view(bits)
     np.copyto(into, block, casting="unsafe")
