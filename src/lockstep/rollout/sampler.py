@@ -24,7 +24,7 @@ from lockstep.types import SamplingParams
 IDS = 16  # ids named for a row are padded to a power of two of this many
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Want:
     """A token to draw: from which row of the device's share, for which sequence, after which drafts."""
 

@@ -99,7 +99,7 @@ class Sequence:
 RowKind = Literal["prompt", "decode", "again", "draft"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen: that makes them several times slower, and there are many
 class Row:
     """One row of the next forward pass. `samples` are the sequences whose next token is drawn from this row.
 
@@ -142,7 +142,7 @@ class Pass:
         return len(self.rows)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Drawn:
     """A token that was sampled for a sequence; its log-probability under the whole softmax at the temperature (nats);
     by how much that is less under the distribution drawn from; the likeliest ids, where they are asked for; the drafts
