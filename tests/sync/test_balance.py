@@ -68,6 +68,8 @@ def test_direct_senders_reach_the_optimum(some):
     shares = balance.direct(of(some).groups)
     wanted = least_load([(a, n * size * len(b)) for a, b, n, size in some])
     assert shares.load == pytest.approx(wanted, rel=1e-6)
+    assert shares.price is not None and shares.price.sum() == pytest.approx(1)
+    assert of(some).groups.floor(shares.price, relays=False) == pytest.approx(wanted, rel=1e-6)
     busiest = np.bincount(of(some).groups.members, shares.send, DEVICES).max()
     assert busiest == pytest.approx(wanted, rel=1e-6)
 
@@ -82,7 +84,9 @@ def test_relays_reach_the_optimum(some):
     wanted = least_load(first + others)
     shares = balance.joint(groups, 0.0)
     assert shares.load == pytest.approx(wanted, rel=1e-5)
-    assert balance.first_copies(groups) <= wanted * (1 + 1e-6)
+    if shares.price is not None:  # by prices that prove it
+        assert groups.floor(shares.price, relays=True) == pytest.approx(wanted, rel=1e-5)
+    assert balance.first_copies(groups)[0] <= wanted * (1 + 1e-6)
     assert wanted <= balance.direct(groups).load * (1 + 1e-6)
     # With a receiver busier than that, nothing is relayed that need not be.
     floor = float(groups.received().max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,18 +15,24 @@ from lockstep.sync import operations as op
 from lockstep.sync.certificate import CHECKS, Certificate, check
 from lockstep.sync.layout import Layout, MeshShape
 from lockstep.sync.mapping import FormatMap, Target, whole
-from lockstep.sync.plan import Placed, SyncPlan, Transfer, TransferTable
+from lockstep.sync.plan import Bundle, Placed, SyncPlan, Transfer, TransferTable
 from lockstep.sync.planner import make_plan
 
+FORMS: tuple[Literal["bundles", "rows"], ...] = ("bundles", "rows")
 Change = Callable[[list[Transfer]], list[Transfer]]
 
 
 @dataclass(frozen=True)
 class Listed:
-    """`plan.Transfers` of a plain list. tabled: what the tables say, where that is something else."""
+    """`plan.Transfers` of a plain list. tabled: what the tables say; bundled: the bundles; where those are something
+    else."""
 
     listed: list[Transfer]
     tabled: list[Transfer]
+    bundled: list[Bundle]
+
+    def bundles(self) -> Iterator[Bundle]:
+        return iter(self.bundled)
 
     def __call__(self, target: str | None = None) -> Iterator[Transfer]:
         return (transfer for transfer in self.listed if target in (None, transfer.target))
@@ -47,7 +54,7 @@ class Listed:
 
 def edited(plan: SyncPlan, change: Change) -> SyncPlan:
     transfers = change(list(plan.transfers()))
-    return replace(plan, transfers=Listed(transfers, transfers))
+    return replace(plan, transfers=Listed(transfers, transfers, list(plan.transfers.bundles())))
 
 
 def forms() -> dict[str, tuple[tuple[int, ...], str]]:
@@ -101,6 +108,10 @@ def test_a_valid_plan_passes(plan: SyncPlan) -> None:
     certificate = check(plan)
     certificate.require()
     assert certificate.ok and not certificate.failed
+    for form in FORMS:
+        again = check(plan, form=form)
+        again.require()
+        assert again.transfers == certificate.transfers
     assert [c.name for c in certificate.checks] == [*CHECKS, "listing"]
     assert certificate.transfers == sum(1 for _ in plan.transfers())
     assert plan.leaves["same"].in_place and not plan.leaves["norm"].in_place
@@ -254,7 +265,10 @@ def refused(certificate: Certificate, name: str) -> None:
 @pytest.mark.parametrize("name", TRANSFERS)
 def test_a_corrupted_transfer_is_refused(plan: SyncPlan, name: str) -> None:
     change, expected = TRANSFERS[name]
-    refused(check(edited(plan, change)), expected)
+    wrong = edited(plan, change)
+    refused(check(wrong), expected)
+    refused(check(wrong, form="rows"), expected)
+    refused(check(wrong, form="bundles"), "bundles")  # the bundles are as they were: the tables are not theirs
 
 
 def with_leaf(plan: SyncPlan, path: str, **changes: object) -> SyncPlan:
@@ -266,8 +280,8 @@ def with_map(plan: SyncPlan, *targets: Target, without: str = "", **changes: obj
     return replace(plan, mapping=replace(plan.mapping, targets=table, **changes))  # type: ignore[arg-type]
 
 
-def with_bounds(plan: SyncPlan, **changes: float) -> SyncPlan:
-    return replace(plan, bounds=replace(plan.bounds, **changes))
+def with_bounds(plan: SyncPlan, **changes: float | tuple[float, ...]) -> SyncPlan:
+    return replace(plan, bounds=replace(plan.bounds, **changes))  # type: ignore[arg-type]
 
 
 def off_by_one(table: np.ndarray) -> np.ndarray:
@@ -330,6 +344,21 @@ PLANS: dict[str, tuple[Callable[[SyncPlan], SyncPlan], str]] = {
     "receive bound too low": (lambda p: with_bounds(p, receive_s=p.bounds.receive_s / 2), "bounds"),
     "receive bound too high": (lambda p: with_bounds(p, receive_s=p.bounds.receive_s * 2), "bounds"),
     "send bound above what is sent": (lambda p: with_bounds(p, send_s=p.bounds.send_s * 3), "bounds"),
+    "a send bound that its prices do not prove": (
+        lambda p: with_bounds(p, send_s=p.bounds.send_s * 1.01, send_prices=p.bounds.send_prices),
+        "bounds",
+    ),
+    "a send bound without prices": (lambda p: with_bounds(p, send_prices=()), "bounds"),
+    "prices that add up to more": (
+        lambda p: with_bounds(p, send_prices=tuple(2 * price for price in p.bounds.send_prices)),
+        "bounds",
+    ),
+    "a price below nothing": (
+        lambda p: with_bounds(p, send_prices=(-1.0, 2.0, *(0.0 for _ in p.devices[2:]))),
+        "bounds",
+    ),
+    "relays that are not said": (lambda p: replace(p, relayed=not p.relayed), "relays"),
+    "another hash": (lambda p: replace(p, hash=p.hash[::-1]), "hash"),
     "a bisection that is no limit": (lambda p: with_bounds(p, bisection_s=1.0), "bounds"),
     "a better ratio": (lambda p: replace(p, load_over_bound=0.5), "bounds"),
     "seconds below the bound": (lambda p: replace(p, seconds=p.bounds.seconds / 2), "bounds"),
@@ -341,12 +370,13 @@ PLANS: dict[str, tuple[Callable[[SyncPlan], SyncPlan], str]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_a_wrong_claim_is_refused(plan: SyncPlan, name: str) -> None:
     change, expected = PLANS[name]
-    refused(check(change(plan)), expected)
+    for form in FORMS:
+        refused(check(change(plan), form=form), expected)
 
 
 def test_a_list_that_is_not_the_tables_is_refused(plan: SyncPlan) -> None:
     transfers = list(plan.transfers())
-    short = replace(plan, transfers=Listed(transfers[:-1], transfers))
+    short = replace(plan, transfers=Listed(transfers[:-1], transfers, list(plan.transfers.bundles())))
     refused(check(short), "listing")
     assert check(short, listing=False).ok, "all else is proved by the tables"
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from lockstep.sync import operations as op
 from lockstep.sync.layout import Layout, MeshShape
 from lockstep.sync.mapping import whole
 from lockstep.sync.placement import parse_axes, placed
-from lockstep.sync.plan import LinkModel, Placed
+from lockstep.sync.plan import Bundle, LinkModel, Placed
+from lockstep.sync.plan_hash import plan_hash
 from lockstep.sync.planner import make_plan
 
 BYTE = 8e-9  # Gbit
@@ -123,11 +125,26 @@ def test_receivers_pass_on_what_the_sender_could_not_give_out_in_time():
     assert plan.rounds == 33  # 32 parts, and one round more for the last to be passed on
 
 
-def test_few_bytes_are_relayed_in_few_rounds():
-    """Where a round costs more than it carries, pipelining is not worth it."""
+def test_few_bytes_go_straight_and_some_are_relayed_in_few_rounds():
+    """Relays halve what the sender gives out, and take a round more: worth it where that is sooner. From device 0 to
+    four, S bytes at 1 Gbit/s and L seconds a round: 4 S + L straight; with relays, in n parts, at least
+    S (n + 1) / n + (n + 1) L."""
     source, destination = leaf((1024,), mesh(x=1), "-"), leaf((1024,), mesh(1, data=4), "-")
-    slow = LinkModel(link_gbps=1.0, latency_s=1.0)
-    assert make_plan({"w": source}, {"w": destination}, link=slow).rounds == 2
+    size = 4096 * BYTE
+
+    def planned(latency_s: float):
+        return make_plan({"w": source}, {"w": destination}, link=LinkModel(link_gbps=1.0, latency_s=latency_s))
+
+    dear = planned(1.0)
+    assert not dear.relayed and dear.rounds == 1 and dear.seconds == pytest.approx(4 * size + 1.0)
+    assert dear.load_over_bound == pytest.approx(4, rel=1e-5)  # the bound is of bytes; what a round costs is not in it
+    for latency_s in (0.0, size / 100, size, 2 * size, 4 * size):
+        plan = planned(latency_s)
+        straight = make_plan({"w": source}, {"w": destination}, link=plan.link, relay=False)
+        assert plan.seconds <= straight.seconds
+        assert plan.relayed == (latency_s < 2 * size)
+    some = planned(size)
+    assert some.rounds == 2 and some.seconds == pytest.approx(2 * size + 2 * size, rel=0.02)
 
 
 def test_rounds_keep_to_the_staging_budget():
@@ -274,7 +291,7 @@ def test_loads_are_near_the_bound_whatever_the_meshes(data):
                 if dim == 0 or (dim == 1 and shape[1] > 8):
                     spec[dim].append(axis)
             side[f"w{number}"] = Placed(shape, "float32", Layout(where, tuple(map(tuple, spec))))
-    plan = make_plan(source, destination, relay=data.draw(st.booleans()), staging_bytes=1 << 40)
+    plan = make_plan(source, destination, link=LINK, relay=data.draw(st.booleans()), staging_bytes=1 << 40)
     assert plan.load_over_bound <= 1.05
 
 
@@ -318,13 +335,14 @@ import sys
 from lockstep.models.catalog import load_spec
 from lockstep.models.spec import Leaf
 from lockstep.sync.placement import placed
+from lockstep.sync.plan import LinkModel
 from lockstep.sync.planner import make_plan
 
 names = [f"layers.{i}.{n}" for i in range(5) for n in "ab"]
 table = {name: Leaf(name, (96, 48), ("embed", "mlp"), "normal") for name in names}
 source = placed(table, {"pipeline": 3, "fsdp": 2}, 0, "float32")
 destination = placed(table, {"data": 4, "tensor": 2}, 4, "float32")
-plan = make_plan(source, destination)
+plan = make_plan(source, destination, link=LinkModel(latency_s=0.0))
 assert "jax" not in sys.modules
 """
 
@@ -359,6 +377,27 @@ def test_the_hash_covers_what_is_carried_out():
     hashes = {name: plan.hash for name, plan in changes.items()}
     assert hashes.pop("again") == hashes["same"]
     assert len(set(hashes.values())) == len(hashes)
+
+
+def test_the_hash_covers_every_column_of_the_bundles():
+    source, destination = leaf((64, 8), mesh(data=2, fsdp=2), "fsdp", "-"), leaf((64, 8), mesh(2, data=4), "-", "-")
+    plan = one(source, destination)
+    (bundle,) = plan.transfers.bundles()
+    assert len(bundle.local) and len(set(bundle.sender.tolist())) > 1
+
+    def hashed(*bundles: Bundle) -> str:
+        return plan_hash(plan.source, plan.destination, plan.mapping, (), bundles)
+
+    assert hashed(bundle) == plan.hash
+    found = {plan.hash, hashed(), hashed(bundle, bundle)}
+    for name, value in vars(bundle).items():
+        if isinstance(value, np.ndarray):
+            value = value.copy()
+            value.reshape(-1)[-1] += 1  # one sender only, say
+        else:
+            value = value + 1 if isinstance(value, int) else value[::-1] + value[:1]
+        found.add(hashed(replace(bundle, **{name: value})))
+    assert len(found) == 3 + len(vars(bundle))
 
 
 def test_a_model_of_671_billion_parameters_is_planned():

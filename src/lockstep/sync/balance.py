@@ -20,7 +20,7 @@ doi:10.1007/s12532-017-0130-5) through scipy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linprog
@@ -60,46 +60,65 @@ class Groups:
         """[sets] sums over the groups of each set of holders."""
         return np.bincount(self.holders, per_group, len(self.sizes))
 
+    def floor(self, price: np.ndarray, relays: bool) -> float:
+        """Bytes that the busiest sender gives out at least, by prices [devices] that add up to 1: what all copies cost
+        when each comes from the cheapest who could send it. With the duals of (1) or (2), their optimum."""
+        least = np.full(len(self.sizes), np.inf)
+        np.minimum.at(least, np.repeat(np.arange(len(self.sizes)), self.sizes), price[self.members])
+        first = least[self.holders]
+        other = np.minimum(first, least[self.needers]) if relays else first
+        return float((self.volume * (first + (self.copies - 1) * other)).sum())
+
 
 @dataclass(frozen=True)
 class Shares:
     """send, relay: [flat members] bytes that a device gives out as a holder, and as a relay, of what its set has.
-    relayed: [groups] bytes that go by relay. load: the busiest sender's bytes."""
+    relayed: [groups] bytes that go by relay. load: the busiest sender's bytes. price: [devices] by which
+    `Groups.floor` shows that it could not be less; None where that was not asked."""
 
     send: np.ndarray
     relay: np.ndarray
     relayed: np.ndarray
     load: float
+    price: np.ndarray | None
 
 
 def direct(groups: Groups) -> Shares:
     """The optimum of (1): nobody passes anything on."""
-    send, load = min_max(groups, groups.by_holders(groups.volume * groups.copies))
-    return Shares(send, np.zeros_like(send), np.zeros(len(groups.volume)), load)
+    send, load, price = min_max(groups, groups.by_holders(groups.volume * groups.copies))
+    return Shares(send, np.zeros_like(send), np.zeros(len(groups.volume)), load, price)
 
 
-def first_copies(groups: Groups) -> float:
-    """Bytes that the busiest sender must give out whatever is relayed: every cell leaves its holders once; and the
-    average over all devices that can send."""
-    _, load = min_max(groups, groups.by_holders(groups.volume))
-    able = np.zeros(groups.devices, bool)
+def first_copies(groups: Groups) -> tuple[float, np.ndarray]:
+    """Bytes that the busiest sender must give out whatever is relayed, because every cell leaves its holders once and
+    all that is sent is sent by somebody; and the prices that show it."""
+    _, _, price = min_max(groups, groups.by_holders(groups.volume))
+    able = np.zeros(groups.devices)
     for number in np.unique(np.concatenate([groups.holders, groups.needers])):
-        able[groups.members[groups.start[number] : groups.start[number + 1]]] = True
-    return max(load, float((groups.volume * groups.copies).sum()) / max(1, int(able.sum())))
+        able[groups.members[groups.start[number] : groups.start[number + 1]]] = 1.0
+    return best_floor(groups, [price, able / max(1.0, able.sum())])
 
 
-def min_max(groups: Groups, demand: np.ndarray) -> tuple[np.ndarray, float]:
-    """demand: [sets] bytes. Returns [flat members] bytes and the least possible maximum over devices."""
+def best_floor(groups: Groups, prices: list[np.ndarray]) -> tuple[float, np.ndarray]:
+    """The greatest bound, with relays, that one of these proves."""
+    floors = [groups.floor(price, relays=True) for price in prices]
+    return max(floors), prices[floors.index(max(floors))]
+
+
+def min_max(groups: Groups, demand: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
+    """demand: [sets] bytes. Returns [flat members] bytes, the least possible maximum over devices, and the prices
+    [devices] that show it."""
     equal = np.repeat(demand / np.maximum(groups.sizes, 1), groups.sizes)
     load = np.bincount(groups.members, equal, groups.devices)
-    if load.max(initial=0) <= _component_bound(groups, demand) * (1 + SLACK):
-        return equal, float(load.max(initial=0))
+    bound, price = _component_bound(groups, demand)
+    if load.max(initial=0) <= bound * (1 + SLACK):
+        return equal, float(load.max(initial=0)), price
     used = np.flatnonzero(np.repeat(demand > 0, groups.sizes))
     of_set = np.repeat(np.arange(len(groups.sizes)), groups.sizes)[used]
     sets, row = np.unique(of_set, return_inverse=True)
     count, unit = len(used), float(demand.sum()) / groups.devices
     ones = np.ones(count)
-    solution = _solve(
+    found = _solve(
         np.r_[np.zeros(count), 1.0],
         coo_array((ones, (row, np.arange(count))), (len(sets), count + 1)).tocsr(),
         demand[sets] / unit,
@@ -108,10 +127,11 @@ def min_max(groups: Groups, demand: np.ndarray) -> tuple[np.ndarray, float]:
         np.zeros(count + 1),
         np.full(count + 1, np.inf),
     )
-    assert solution is not None, "the balance of senders has no solution"
+    assert found is not None, "the balance of senders has no solution"
+    solution, price = found
     send = np.zeros(len(groups.members))
     send[used] = solution[:-1] * unit
-    return send, float(solution[-1] * unit)
+    return send, float(solution[-1] * unit), price
 
 
 def joint(groups: Groups, floor: float) -> Shares:
@@ -121,12 +141,12 @@ def joint(groups: Groups, floor: float) -> Shares:
     if len(groups.volume) > MOST_GROUPS:
         return _all_relayed(groups)
     program = _Joint(groups)
-    if first_copies(groups) <= floor * (1 + SLACK) and (found := program.relay_least(floor)) is not None:
+    if first_copies(groups)[0] <= floor * (1 + SLACK) and (found := program.relay_least(floor)) is not None:
         return found
-    load = program.least_load()
+    load, price = program.least_load()
     found = program.relay_least(load)
     assert found is not None, f"no shares within {load} bytes, yet that is the optimum"
-    return found
+    return replace(found, price=price)
 
 
 def _all_relayed(groups: Groups) -> Shares:
@@ -143,9 +163,9 @@ def _all_relayed(groups: Groups) -> Shares:
         np.r_[groups.start[:-1], groups.start + groups.start[-1]],
         groups.devices,
     )
-    both, load = min_max(twice, np.r_[first, passed])
+    both, load, _ = min_max(twice, np.r_[first, passed])
     count = len(groups.members)
-    return Shares(both[:count], both[count:], np.where(several, groups.volume, 0.0), load)
+    return Shares(both[:count], both[count:], np.where(several, groups.volume, 0.0), load, None)
 
 
 class _Joint:
@@ -184,28 +204,29 @@ class _Joint:
         self.low = np.r_[np.zeros(nx + ne), low, 0.0]
         self.high = np.r_[np.full(nx + ne, np.inf), high, np.inf]
 
-    def least_load(self) -> float:
-        """The optimum, in bytes."""
+    def least_load(self) -> tuple[float, np.ndarray]:
+        """The optimum, in bytes, and the prices of devices that show it."""
         found = self._solve(np.r_[np.zeros(self.columns - 1), 1.0], np.inf)
         assert found is not None, "the balance of senders has no solution"
-        return float(found[-1] * self.unit)
+        return float(found[0][-1] * self.unit), found[1]
 
     def relay_least(self, load: float) -> Shares | None:
         """Shares within a load of so many bytes, with the least relayed; None if there are none."""
         nx, ne, groups = len(self.x), len(self.e), self.groups
         cost = np.r_[np.zeros(nx), np.ones(ne), np.zeros(self.columns - nx - ne)]
-        solution = self._solve(cost, load * (1 + SLACK) / self.unit)
-        if solution is None:
+        found = self._solve(cost, load * (1 + SLACK) / self.unit)
+        if found is None:
             return None
+        solution, _ = found
         send, relay = np.zeros(len(groups.members)), np.zeros(len(groups.members))
         send[self.x], relay[self.e] = solution[:nx] * self.unit, solution[nx : nx + ne] * self.unit
         copies, volume = groups.copies[self.several], groups.volume[self.several]
         relayed = np.zeros(len(groups.volume))
         relayed[self.several] = (volume * copies - solution[nx + ne : -1] * self.unit) / (copies - 1)
         busiest = np.bincount(groups.members, send + relay, groups.devices).max()
-        return Shares(send, relay, np.clip(relayed, 0, groups.volume), float(busiest))
+        return Shares(send, relay, np.clip(relayed, 0, groups.volume), float(busiest), None)
 
-    def _solve(self, cost: np.ndarray, cap: float) -> np.ndarray | None:
+    def _solve(self, cost: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray] | None:
         high = np.r_[self.high[:-1], cap]
         return _solve(cost, self.equal, self.right, self.loads, np.zeros(self.groups.devices), self.low, high)
 
@@ -226,15 +247,18 @@ def _solve(
     limit: np.ndarray,
     low: np.ndarray,
     high: np.ndarray,
-) -> np.ndarray | None:
-    """The program's solution; None if it has none."""
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The program's solution, and the duals of its loads, made to add up to 1; None if it has none."""
     found = linprog(cost, loads, limit, equal, right, np.stack([low, high], axis=1), method="highs")
     assert found.status in (0, 2), f"the balance of senders was not found: {found.message}"
-    return np.maximum(found.x, 0) if found.status == 0 else None
+    if found.status != 0:
+        return None
+    price = np.maximum(-found.ineqlin.marginals, 0)
+    return np.maximum(found.x, 0), price / max(price.sum(), np.finfo(float).tiny)
 
 
-def _component_bound(groups: Groups, demand: np.ndarray) -> float:
-    """The most that devices which share sets have to send, over their number."""
+def _component_bound(groups: Groups, demand: np.ndarray) -> tuple[float, np.ndarray]:
+    """The most that devices which share sets have to send, over their number; and the prices that show it."""
     used = np.repeat(demand > 0, groups.sizes)
     of_set = np.repeat(np.arange(len(groups.sizes)), groups.sizes)
     size = len(groups.sizes) + groups.devices
@@ -244,4 +268,7 @@ def _component_bound(groups: Groups, demand: np.ndarray) -> float:
     _, label = connected_components(graph, directed=False)
     total = np.bincount(label[: len(groups.sizes)], demand, size)
     devices = np.bincount(label[len(groups.sizes) :], minlength=size)
-    return float((total / np.maximum(devices, 1)).max(initial=0))
+    each = total / np.maximum(devices, 1)
+    at = int(each.argmax()) if size else -1
+    mine = label[len(groups.sizes) :] == at
+    return float(each.max(initial=0)), mine / max(1, devices[at] if size else 1)

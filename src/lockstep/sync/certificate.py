@@ -19,28 +19,39 @@ What is proved, each a `Check` by this name:
     new_bytes    the new buffers of the destination device that has most
     rounds       rounds are numbered from 0 and below the plan's number of them
     staging      nobody sends or receives more than the budget in a round; the peak is as claimed
-    bounds       the receive and bisection bounds are as recomputed; no bound is above what was planned; ratio and
-                 seconds follow from them
+    bounds       the receive and bisection bounds are as recomputed; the send bound is no more than its prices prove
+                 (`send_floor`); no bound is above what was planned; ratio and seconds follow from them
+    bundles      the tables are those of the bundles, row for row
+    hash         it is that of the leaves, layouts, map and bundles that were examined
     listing      transfers listed one by one are those of the tables (small plans, or on request)
 
-The send bound is a minimum over all plans; of it only that it does not exceed what this plan does is checked here.
-The hash is the planner's own and is not examined. Imports no jax.
+A large plan has millions of transfers, in a few bundles. So transfers are proved by bundles (`bundle_proof` says why
+that is enough), and by rows (`leaf_proof`) where that does not do; either way the other form is shown to be the same,
+so that whichever is carried out is the one that was proved.
+
+Whether a send bound could be higher is not examined; nor is, of a plan without relays, whether one with relays could do
+with less: its send bound is that of plans without. Imports no jax.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from lockstep.errors import SyncError
-from lockstep.sync.leaf_proof import Batch, LeafProof, prove_in_place, prove_written
+from lockstep.sync.alike import Alike, Classes, demands, form, prove_entry
+from lockstep.sync.bundle_proof import Shape, flow_of, prove_bundle, shape_of
+from lockstep.sync.bundle_tables import Rows
+from lockstep.sync.columns import Fail
+from lockstep.sync.leaf_proof import Batch, prove_in_place, prove_written
 from lockstep.sync.mapping import Target, check_total
-from lockstep.sync.plan import LeafPlan, Placed, SyncPlan, Transfer, TransferTable
-from lockstep.sync.regions import Tally, rows_of, sums
+from lockstep.sync.plan import Bundle, LeafPlan, SyncPlan, Transfer, TransferTable
+from lockstep.sync.plan_hash import plan_hash
+from lockstep.sync.totals import Totals
 
 CHECKS = (
     "mapping",
@@ -57,11 +68,12 @@ CHECKS = (
     "rounds",
     "staging",
     "bounds",
+    "bundles",
+    "hash",
 )
 LISTED_BY_DEFAULT = 2_000  # transfers; beyond, listing them one by one takes longer than proving the plan
 TOGETHER = 1 << 19  # transfers that are examined at a time: enough to keep numpy busy, few enough to keep memory small
 _SHOWN = 3  # failures per check that are spelled out
-_CLOSE = 1e-6  # relative; what floats of seconds may be apart
 
 
 class Check(NamedTuple):
@@ -105,14 +117,31 @@ class Certificate:
         return counts | {"checks": [check._asdict() for check in self.checks]}
 
 
-def check(plan: SyncPlan, *, listing: bool | None = None) -> Certificate:
-    """Examine all of `plan`. listing: whether transfers are also listed one by one and compared with the tables, by
-    which all else is proved (None: when there are few). Never raises for what is wrong with the plan."""
+def check(
+    plan: SyncPlan, *, listing: bool | None = None, form: Literal["either", "bundles", "rows"] = "either"
+) -> Certificate:
+    """Examine all of `plan`. listing: whether transfers are also listed one by one and compared with the tables
+    (None: when there are few). form: by what the transfers are proved: `bundles`; `rows`, the tables row by row, which
+    takes longer the more there are; `either`: rows only where the bundles do not do, which then also say better what is
+    wrong. Never raises for what is wrong with the plan."""
+    if form != "rows":
+        found = _examined(plan, listing, rows=False)
+        if form == "bundles" or found.ok or "mapping" in found.failed:
+            return found
+    return _examined(plan, listing, rows=True)
+
+
+def _examined(plan: SyncPlan, listing: bool | None, *, rows: bool) -> Certificate:
     proof = _Proof(plan)
     if proof.mapping():
-        proof.leaves()
-        proof.totals()
-        proof.bounds()
+        proof.leaves(rows)
+        if not rows:
+            proof.carried()
+        proof.same()
+        proof.totals.totals()
+        proof.totals.bounds(proof.classes.all())
+        proof.words()
+        proof.hash()
         few = proof.transfers <= LISTED_BY_DEFAULT if listing is None else listing
         if few:
             proof.listing()
@@ -128,15 +157,12 @@ class _Proof:
         self.wrong: dict[str, list[str]] = defaultdict(list)
         self.examined: dict[str, str] = {}
         self.count = self.transfers = self.intervals = 0
-        self.tables: dict[str, list[TransferTable]] = {}
-        devices = len(plan.devices)
-        self.links = np.zeros((devices, devices), np.int64)
+        self.totals = Totals(plan, self.fail)
+        self.classes = Classes(plan.source)
+        self.bundles = list(plan.transfers.bundles())
+        self.shapes: list[Shape | None] = []
         self.batches: dict[object, Batch] = {}
         self.waiting = 0  # transfers in them, and pieces times devices
-        self.pairs = Tally()  # bytes by sender * devices + receiver
-        self.needed = np.zeros(devices, np.int64)
-        self.new = np.zeros(devices, np.int64)
-        self.out, self.into = Tally(), Tally()  # bytes by round * devices + device
 
     def fail(self, name: str, words: str) -> None:
         self.wrong[name].append(words)
@@ -164,7 +190,8 @@ class _Proof:
         self.examined["mapping"] = f"{len(source)} source leaves make {targets}; {unchanged} are unchanged"
         return True
 
-    def leaves(self) -> None:
+    def leaves(self, rows: bool) -> None:
+        """All entries of leaves; with rows, also their transfers."""
         plan = self.plan
         for path in plan.leaves.keys() ^ plan.mapping.targets.keys():
             self.fail("leaves", f"{path} is {'no target of the map' if path in plan.leaves else 'not in the plan'}")
@@ -175,27 +202,100 @@ class _Proof:
             if words := self._described(leaf):
                 self.fail("leaves", words)
             self.count += 1
-            self._gather(target, leaf)
+            placed = plan.destination[path]
+            if leaf.in_place:
+                places = [plan.source[piece.source] for piece in target.pieces]
+                prove_in_place(target, leaf, placed, places, self.fail)
+                continue
+            alikes = self.classes.add(target, placed)
+            if rows:
+                self._gather(target, leaf)
+            else:
+                prove_entry(target, leaf, placed, alikes, self.fail)
         self._flush()
+
+    def carried(self) -> None:
+        """What the bundles say, without their rows."""
+        plan = self.plan
+        for bundle, shape, alikes in self._whole(self.fail):
+            if shape is None:
+                continue
+            self.intervals += prove_bundle(bundle, shape, alikes, self.fail)
+            if (flow := flow_of(bundle, shape, plan.devices, self.fail)) is not None:
+                self.totals.flow(flow)
+                used = np.flatnonzero(flow.sent.any(axis=1))
+                late = max(int(used.max(initial=-1)), 0 if len(bundle.local) else -1)
+                if late >= plan.rounds:
+                    self.fail("rounds", f"{bundle.members[0][0]} moves in round {late}, of {plan.rounds}")
+        seen = Counter(member for bundle in self.bundles for member in bundle.members)
+        for member, alike in self.classes.of.items():
+            if seen[member] != 1 and (seen[member] or alike.mapped.any()):
+                self.fail("coverage", f"piece {member[1]} of {member[0]} is in {seen[member]} bundles; expected 1")
+        for path, needed, new in demands(self.classes, plan):
+            self.totals.demand(path, needed, new)
+
+    def _whole(self, fail: Fail) -> Iterator[tuple[Bundle, Shape | None, list[Alike]]]:
+        """Every bundle, whether its lanes carry every row once, and the classes of its members."""
+        for bundle in self.bundles:
+            if unknown := [member for member in bundle.members if member not in self.classes.of]:
+                fail("pieces", f"a bundle moves piece {unknown[0][1]} of {unknown[0][0]}, which nobody is to write")
+                yield bundle, None, []
+                continue
+            alikes = list({id(one): one for one in (self.classes.of[member] for member in bundle.members)}.values())
+            yield bundle, shape_of(bundle, alikes, fail), alikes
+
+    def same(self) -> None:
+        """The tables are those of the bundles."""
+        plan = self.plan
+
+        def fail(name: str, words: str) -> None:
+            self.fail("bundles", words)
+
+        rows: dict[tuple[str, int], tuple[Rows, int]] = {}
+        for bundle, shape, _ in self._whole(fail):
+            if shape is not None:
+                made = Rows(bundle, shape)
+                if twice := rows.keys() & set(bundle.members):
+                    self.fail("bundles", f"{sorted(twice)[0]} is a member of two bundles")
+                rows |= {member: (made, at) for at, member in enumerate(bundle.members)}
+        for path, target in plan.mapping.targets.items():
+            tables: dict[int, list[TransferTable]] = defaultdict(list)
+            for table in plan.transfers.tables(path):
+                tables[table.piece].append(table)
+                self.transfers += len(table.sender)
+                if table.target != path or not 0 <= table.piece < len(target.pieces):
+                    self.fail("bundles", f"{path}: a table is of piece {table.piece} of {table.target}")
+                if path in plan.leaves and plan.leaves[path].in_place:
+                    self.fail("in_place", f"{path} is said to be in place, yet the plan moves parts of it")
+                if (path, table.piece) not in rows and len(table.sender):
+                    self.fail("bundles", f"piece {table.piece} of {path} has a table, and no bundle")
+            for at, piece in enumerate(target.pieces):
+                if (path, at) in rows:
+                    made, member = rows[path, at]
+                    if words := made.differ(piece, member, tables[at]):
+                        self.fail("bundles", f"the table of piece {at} of {path} is not its bundle's: {words}")
+        relayed = any((bundle.relay >= 0).any() for bundle in self.bundles)
+        if relayed != plan.relayed:
+            self.fail("relays", f"the plan is said to {'have' if plan.relayed else 'have no'} relays")
+
+    def words(self) -> None:
+        """Say what was examined."""
         words = f"{self.transfers} transfers of {self.count} leaves"
         for name in ("pieces", "provenance", "relays", "crossing", "bytes", "rounds"):
             self.examined[name] = words
         self.examined["coverage"] = f"{self.intervals} intervals on the lines of {self.count} leaves"
-        stay = sum(leaf.in_place for leaf in plan.leaves.values())
+        self.examined["bundles"] = f"{len(self.bundles)} bundles list {self.transfers} transfers"
+        stay = sum(leaf.in_place for leaf in self.plan.leaves.values())
         self.examined |= {"leaves": f"{self.count} leaves", "in_place": f"{stay} of {self.count} leaves stay"}
+        self.examined |= self.totals.examined
 
     def _gather(self, target: Target, leaf: LeafPlan) -> None:
         """Leaves that are alike are examined together, as soon as they have enough transfers."""
         plan, placed = self.plan, self.plan.destination[target.path]
         places = [plan.source[piece.source] for piece in target.pieces]
         tables = list(plan.transfers.tables(target.path))
-        if leaf.in_place:
-            prove_in_place(target, leaf, placed, places, self.fail)
-            if tables:
-                self.fail("in_place", f"{target.path} is said to be in place, yet the plan moves parts of it")
-            return
-        alike = tuple((p.dims, p.runs, _form(place)) for p, place in zip(target.pieces, places, strict=True))
-        batch = self.batches.setdefault((_form(placed), alike), Batch([], [], [], placed, places, plan.rounds))
+        alike = tuple((p.dims, p.runs, form(place)) for p, place in zip(target.pieces, places, strict=True))
+        batch = self.batches.setdefault((form(placed), alike), Batch([], [], [], placed, places, plan.rounds))
         batch.targets.append(target)
         batch.leaves.append(leaf)
         batch.tables.append(tables)
@@ -206,10 +306,17 @@ class _Proof:
     def _flush(self) -> None:
         for batch in self.batches.values():
             proof = prove_written(batch, self.fail)
-            self.transfers += proof.transfers
             self.intervals += proof.intervals
-            self._add(batch.targets[0].path, proof)
+            self.totals.add(batch.targets[0].path, proof)
         self.batches, self.waiting = {}, 0
+
+    def hash(self) -> None:
+        plan = self.plan
+        stay = {path for path, leaf in plan.leaves.items() if leaf.in_place}
+        found = plan_hash(plan.source, plan.destination, plan.mapping, stay, self.bundles)
+        if plan.hash != found:
+            self.fail("hash", f"{plan.hash} in the plan; it is {found}")
+        self.examined["hash"] = "of what was examined"
 
     def _described(self, leaf: LeafPlan) -> str:
         """What an entry says wrongly about its leaf."""
@@ -225,98 +332,6 @@ class _Proof:
         wrong = [name for name, a, b in zip(names, said, true, strict=True) if a != b]
         return f"{leaf.path}: {', '.join(wrong)} are not the leaf's" if wrong else ""
 
-    def _add(self, path: str, proof: LeafProof) -> None:
-        devices = self.plan.devices
-        for total, part in ((self.needed, proof.needed), (self.new, proof.new_bytes)):
-            rows = rows_of(devices, np.array(list(part), np.int64))
-            if (rows < 0).any():
-                self.fail("links", f"{path}: the plan's devices lack {[d for d in part if d not in devices][:5]}")
-                continue
-            total[rows] += np.array(list(part.values()), np.int64)
-        if proof.traffic is None or not len(proof.traffic.links[0]):
-            return
-        sender, receiver, size = proof.traffic.links
-        sender, receiver = rows_of(devices, sender), rows_of(devices, receiver)
-        known = (sender >= 0) & (receiver >= 0)
-        if not known.all():
-            self.fail("links", f"{path}: a transfer is between devices that the plan does not list")
-        key = sender[known] * len(devices) + receiver[known]
-        self.pairs.add(key, size[known])
-        for busy, (number, device, size) in ((self.out, proof.traffic.sent), (self.into, proof.traffic.received)):
-            row = rows_of(devices, device)
-            busy.add((number * len(devices) + row)[row >= 0], size[row >= 0])
-
-    def totals(self) -> None:
-        plan, count = self.plan, len(self.plan.devices)
-        if list(plan.devices) != sorted(set(plan.devices)):
-            self.fail("links", "the plan's devices are not increasing numbers")
-        key, size = self.pairs.total()
-        self.links = links = sums(key, size, count * count).reshape(count, count)
-        for name, claimed, true in (
-            ("links", plan.links, links),
-            ("sent", plan.sent, links.sum(axis=1)),
-            ("received", plan.received, links.sum(axis=0)),
-        ):
-            if claimed.shape != true.shape:
-                self.fail("links", f"{name} has shape {claimed.shape}; expected {true.shape}")
-            elif (claimed != true).any():
-                at = np.argwhere(claimed != true)[0].tolist()
-                where = ", ".join(str(plan.devices[i]) for i in at)
-                self.fail("links", f"{name} of {where} is {claimed[tuple(at)]} in the plan; it is {true[tuple(at)]}")
-        self.examined["links"] = f"{int((links > 0).sum())} links, {int(links.sum())} bytes"
-        if plan.new_bytes != self.new.max(initial=0):
-            self.fail("new_bytes", f"{plan.new_bytes} in the plan; {self.new.max(initial=0)} on the fullest device")
-        self.examined["new_bytes"] = f"{plan.new_bytes} bytes"
-        self.rounds = [busy.total() for busy in (self.out, self.into)]
-        peak = max((int(values.max(initial=0)) for _, values in self.rounds), default=0)
-        if peak != plan.peak_staging_bytes:
-            self.fail("staging", f"the peak is {plan.peak_staging_bytes} in the plan; it is {peak}")
-        if peak > plan.staging_bytes:
-            self.fail("staging", f"a device moves {peak} bytes in one round; the budget is {plan.staging_bytes}")
-        self.examined["staging"] = f"at most {peak} of {plan.staging_bytes} bytes a round, in {plan.rounds} rounds"
-
-    def bounds(self) -> None:
-        plan, bounds = self.plan, self.plan.bounds
-        rates = [plan.link.link_gbps, *([plan.link.bisection_gbps] if plan.link.bisection_gbps is not None else [])]
-        if not all(rate > 0 and math.isfinite(rate) for rate in rates):
-            return self.fail("bounds", f"links of {rates} Gbit/s carry nothing")
-        per_byte = 8e-9 / plan.link.link_gbps
-        links = self.links
-        busiest = int(max(links.sum(axis=0).max(initial=0), links.sum(axis=1).max(initial=0)))
-        receive = int(self.needed.max(initial=0)) * per_byte
-        cross = 0.0 if plan.link.bisection_gbps is None else int(self.needed.sum()) * 8e-9 / plan.link.bisection_gbps
-        for name, claimed, true in (("receive", bounds.receive_s, receive), ("bisection", bounds.bisection_s, cross)):
-            if not math.isclose(claimed, true, rel_tol=_CLOSE, abs_tol=1e-15):
-                self.fail("bounds", f"the {name} bound is {claimed} s in the plan; it is {true} s")
-        sent = int(links.sum(axis=1).max(initial=0)) * per_byte
-        if not 0 <= bounds.send_s <= sent * (1 + _CLOSE):
-            self.fail("bounds", f"the send bound is {bounds.send_s} s, yet the busiest sender needs {sent} s")
-        floor = max(bounds.receive_s, bounds.send_s)
-        ratio = max(1.0, busiest * per_byte / floor) if busiest and floor > 0 else 1.0
-        if not math.isclose(plan.load_over_bound, ratio, rel_tol=_CLOSE) or (busiest and floor <= 0):
-            self.fail("bounds", f"load over bound is {plan.load_over_bound} in the plan; it is {ratio}")
-        seconds = self._seconds(per_byte)
-        if not plan.seconds >= max(seconds, bounds.seconds) * (1 - _CLOSE):
-            self.fail(
-                "bounds", f"{plan.seconds} s are predicted; the rounds take {seconds} s, bounds {bounds.seconds} s"
-            )
-        self.examined["bounds"] = f"the busiest link end carries {ratio:.4f} of what no plan can avoid"
-
-    def _seconds(self, per_byte: float) -> float:
-        """Of all rounds, each as long as its busiest link end, or the bisection, takes; latency included."""
-        count, link = len(self.plan.devices), self.plan.link
-        longest: dict[int, float] = defaultdict(float)
-        for key, size in self.rounds:
-            number = key // count
-            for at, most in zip(*_grouped_max(number, size), strict=True):
-                longest[int(at)] = max(longest[int(at)], int(most) * per_byte)
-        if link.bisection_gbps is not None and len(self.rounds[0][0]):
-            key, size = self.rounds[0]
-            rounds, inverse = np.unique(key // count, return_inverse=True)
-            for at, total in zip(rounds, sums(inverse, size, len(rounds)), strict=True):
-                longest[int(at)] = max(longest[int(at)], int(total) * 8e-9 / link.bisection_gbps)
-        return sum(longest.values()) + len(longest) * link.latency_s
-
     def listing(self) -> None:
         """Transfers one by one: of each leaf, and of all leaves, those of the tables."""
         plan, everything = self.plan, Counter[Transfer]()
@@ -330,11 +345,6 @@ class _Proof:
         if Counter(plan.transfers()) != everything:
             self.fail("listing", "the transfers of all leaves are not those of the leaves one by one")
         self.examined["listing"] = f"{everything.total()} transfers one by one"
-
-
-def _form(placed: Placed) -> tuple[object, ...]:
-    """Equal for what is laid out alike. Layouts by identity: a mesh of thousands of devices is slow to compare."""
-    return placed.shape, placed.dtype, id(placed.layout)
 
 
 def _rows(table: TransferTable) -> list[Transfer]:
@@ -362,9 +372,3 @@ def _rows(table: TransferTable) -> list[Transfer]:
             )
         )
     return made
-
-
-def _grouped_max(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each key once, and the greatest of its values; keys are increasing."""
-    distinct, first = np.unique(keys, return_index=True)
-    return distinct, np.maximum.reduceat(values, first) if len(first) else values

@@ -52,7 +52,7 @@ def check_claims(leaf: LeafPlan, true: Mapping[str, int], target: Target, fail: 
 
 def meet(pieces: Pieces, boxes: np.ndarray) -> np.ndarray:
     """[pieces, devices] elements that each piece has in every part."""
-    low, high = _turns(pieces.run[:, None, :, 1], pieces.run[:, None, :, 4], pieces.run[:, None, :, 2], boxes[None])
+    low, high = turns(pieces.run[:, None, :, 1], pieces.run[:, None, :, 4], pieces.run[:, None, :, 2], boxes[None])
     return np.maximum(0, high - low).prod(axis=-1)
 
 
@@ -69,13 +69,13 @@ def available(pieces: Pieces, boxes: np.ndarray, devices: tuple[int, ...], place
             continue
         parts = held(place.layout, place.shape)[rows[both]]
         run, along, fixed = pieces.run[members], pieces.source_dim[members], pieces.fixed[members, : len(place.shape)]
-        low, high = _turns(run[:, None, :, 1], run[:, None, :, 4], run[:, None, :, 2], boxes[both][None])
+        low, high = turns(run[:, None, :, 1], run[:, None, :, 4], run[:, None, :, 2], boxes[both][None])
         for dim in range(run.shape[1]):
             if not place.shape:
                 break
             # Of each piece the part along the source dim that this dim runs along, if any.
             side = parts[:, np.maximum(along[:, dim], 0)].transpose(1, 0, 2)
-            first, end = _turns(run[:, None, dim, 0], run[:, None, dim, 3], run[:, None, dim, 2], side)
+            first, end = turns(run[:, None, dim, 0], run[:, None, dim, 3], run[:, None, dim, 2], side)
             has = (along[:, dim] >= 0)[:, None]
             low[..., dim] = np.where(has, np.maximum(low[..., dim], first), low[..., dim])
             high[..., dim] = np.where(has, np.minimum(high[..., dim], end), high[..., dim])
@@ -85,7 +85,7 @@ def available(pieces: Pieces, boxes: np.ndarray, devices: tuple[int, ...], place
     return found
 
 
-def _turns(start: np.ndarray, step: np.ndarray, count: np.ndarray, box: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def turns(start: np.ndarray, step: np.ndarray, count: np.ndarray, box: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of t = 0..count-1 with index start + t * step, the range [low, high) whose indices are in the box."""
     low = np.maximum(0, -((start - box[..., 0]) // step))
     return low, np.minimum(count, (box[..., 1] - 1 - start) // step + 1)

@@ -97,11 +97,17 @@ class LeafPlan:
 class Bounds:
     """Seconds that no plan can beat under the link model, as long as devices take in only what they need: what the
     busiest receiver must take in, what the best balanced senders must give out (with or without relays, as was asked),
-    what the bisection lets through."""
+    what the bisection lets through.
+
+    send_prices: a price for every device, in the plan's order, by which the send bound is proved (`send_floor`; they
+    are the duals of the senders' linear program); empty where it is 0. Of a plan without relays, `send_s` is a bound of
+    plans without.
+    """
 
     receive_s: float
     send_s: float
     bisection_s: float
+    send_prices: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -110,8 +116,9 @@ class Bounds:
 
 @dataclass(frozen=True)
 class TransferTable:
-    """The transfers of one piece of one destination leaf as columns, k rows by increasing round: what `Transfer` says,
-    without an object for each.
+    """The transfers of one piece of one destination leaf as columns, k rows: what `Transfer` says, without an object
+    for each. First local copies, then by increasing round; within a round what goes straight, what goes to relays, what
+    relays pass on, each by cell and row of its `Bundle`.
 
     source_start, source_stop [k, source dims], target_start, target_stop [k, target dims]: int64, of the whole leaves;
     source_step, target_step: per dim. sender, bytes, round: [k] int64; relay: [k] bool. receivers: [k] int64, rows of
@@ -198,7 +205,7 @@ class SyncPlan:
     destination device. rounds: number of them. peak_staging_bytes: most bytes that one device sends or receives in one
     round, at most staging_bytes. relayed: whether receivers pass on what they got. load_over_bound: the busiest link
     end's bytes over what the bounds allow (1.0: optimal); 1.0 when nothing crosses. seconds: predicted, rounds and
-    latency included. hash: of everything that decides what is carried out (leaves, layouts, mapping, senders, rounds).
+    latency included. hash: of everything that decides what is carried out (`plan_hash`: leaves, layouts, map, bundles).
     """
 
     source: Mapping[str, Placed]

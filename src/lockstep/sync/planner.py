@@ -4,7 +4,9 @@
     plan.seconds, plan.load_over_bound, plan.rounds
 
 In order: what is in place is set aside; the rest is cut into cells (`cells`); senders are balanced, with relays where
-those help (`balance`); shares become rows (`lanes`), rows are put into rounds (`rounds`).
+those help (`balance`); shares become rows (`lanes`), rows are put into rounds (`rounds`). Where relays lower the load,
+plans with and without are both timed and the one predicted to be sooner is taken: with few bytes the further round that
+relays need can cost more than they save.
 
 A device that holds a cell copies it itself, whichever of its memories it is in: a device's number stands for the device
 and its host memory, and links are between devices. What crosses does so in the smaller of the two sides' types, rounded
@@ -13,18 +15,19 @@ once, before it is sent; in the destination's where both are of one size, so tha
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 
+from lockstep.errors import SyncError
 from lockstep.sync import balance, lanes, rounds
-from lockstep.sync.cells import Geometry
+from lockstep.sync.cells import Geometry, Kind
 from lockstep.sync.listing import Listing, Member
 from lockstep.sync.mapping import FormatMap, Target
 from lockstep.sync.plan import Bounds, LeafPlan, LinkModel, Placed, SyncPlan
+from lockstep.sync.plan_hash import plan_hash
 from lockstep.sync.sides import check_sides, in_place, total_map
 
 DEFAULT_STAGING_BYTES = 1 << 30
@@ -50,9 +53,9 @@ def make_plan(
     mapping = total_map(source, destination, mapping, cast)
     work = _Work(source, destination, mapping)
     cells = lanes.gather(work.geometry.kinds, work.geometry.sets, len(work.devices))
-    shares, send_bytes = _balanced(cells.groups, relay)
-    ways = lanes.make(cells, shares)
-    timed = rounds.schedule(work.geometry.kinds, cells, ways, staging_bytes, link)
+    candidates, send_bytes, price = _balanced(cells.groups, relay)
+    ways, timed = _soonest(work.geometry.kinds, cells, candidates, staging_bytes, link)
+    listing = work.listing(cells, ways, timed)
     links = _links(cells, ways)
     receive_bytes = float(cells.groups.received().max(initial=0))
     sent, received = links.sum(axis=1), links.sum(axis=0)
@@ -78,28 +81,48 @@ def make_plan(
             receive_bytes * 8e-9 / link.link_gbps,
             send_bytes * 8e-9 / link.link_gbps,
             0.0 if link.bisection_gbps is None else total / link.bisection_gbps,
+            tuple(price.tolist()) if send_bytes else (),
         ),
         load_over_bound=max(1.0, busiest / max(receive_bytes, send_bytes)) if busiest else 1.0,
         seconds=max(timed.seconds(link), local_s),
-        hash=_hash(work, ways, timed),
-        transfers=work.listing(cells, ways, timed),
+        hash=plan_hash(source, destination, mapping, mapping.targets.keys() - work.members.keys(), listing.bundles()),
+        transfers=listing,
     )
 
 
-def _balanced(groups: balance.Groups, relay: bool) -> tuple[balance.Shares, float]:
-    """Shares, and the bytes that the busiest sender must give out under any plan."""
+def _balanced(groups: balance.Groups, relay: bool) -> tuple[list[balance.Shares], float, np.ndarray]:
+    """Shares worth a try, simpler ones first; the bytes that the busiest sender must give out under any plan, with
+    relays if those may be; the prices of devices that show it."""
     straight = balance.direct(groups)
+    assert straight.price is not None
     if not relay or not (groups.copies > 1).any():
-        return straight, straight.load
+        return [straight], groups.floor(straight.price, relays=False), straight.price
     receive = float(groups.received().max(initial=0))
+    bound, price = balance.first_copies(groups)
     if straight.load <= receive * (1 + balance.SLACK):
-        return straight, balance.first_copies(groups)
+        return [straight], bound, price
     relayed = balance.joint(groups, receive)
     # Where the busiest receiver is the bound, how far below it senders could come was not asked.
-    bound = balance.first_copies(groups)
-    if relayed.load > receive * (1 + 2 * balance.SLACK) and len(groups.volume) <= balance.MOST_GROUPS:
-        bound = max(bound, relayed.load / (1 + 2 * balance.SLACK))
-    return (straight if straight.load <= NEAR_ENOUGH * relayed.load else relayed), bound
+    if relayed.price is not None:
+        bound, price = balance.best_floor(groups, [price, relayed.price])
+    return [straight, relayed] if straight.load > NEAR_ENOUGH * relayed.load else [straight], bound, price
+
+
+def _soonest(
+    kinds: list[Kind], cells: lanes.Cells, candidates: list[balance.Shares], staging_bytes: int, link: LinkModel
+) -> tuple[lanes.Lanes, rounds.Schedule]:
+    """The shares that are predicted to be carried out soonest: with few bytes, one round straight from the holders can
+    beat relays, which take two. Raises SyncError if none keeps within the staging budget."""
+    found, refused = [], []
+    for shares in candidates:
+        ways = lanes.make(cells, shares)
+        try:
+            found.append((ways, rounds.schedule(kinds, cells, ways, staging_bytes, link)))
+        except SyncError as error:  # a row for all that need it may be too much for a holder, and not for a relay
+            refused.append(error)
+    if not found:
+        raise refused[-1]
+    return min(found, key=lambda made: made[1].seconds(link))
 
 
 class _Work:
@@ -202,32 +225,3 @@ def _links(cells: lanes.Cells, ways: lanes.Lanes) -> np.ndarray:
     table = links.reshape(count, count).astype(np.int64)
     np.fill_diagonal(table, 0)
     return table
-
-
-def _hash(work: _Work, ways: lanes.Lanes, timed: rounds.Schedule) -> str:
-    """Hex digest of everything that decides what is carried out; the same in every process."""
-    digest = hashlib.sha256()
-    numbers: dict[int, int] = {}
-
-    def put(*values: object) -> None:
-        digest.update(repr(values).encode())
-
-    def form(placed: Placed) -> tuple[object, ...]:
-        layout = placed.layout
-        place = work.geometry.place(layout)
-        if place.number not in numbers:
-            numbers[place.number] = len(numbers)
-            put("layout", layout.mesh.axes, layout.mesh.devices, layout.spec, layout.memory)
-        return placed.shape, placed.dtype, numbers[place.number]
-
-    for path, placed in work.source.items():
-        put("source", path, *form(placed))
-    for path, target in work.mapping.targets.items():
-        put("target", path, *form(work.destination[path]), target.filled, path in work.members)
-        for piece in target.pieces:
-            runs = [(r.source, r.target, r.count, r.source_step, r.target_step) for r in piece.runs]
-            put(piece.source, piece.dims, runs, piece.fixed)
-    put("parts", timed.parts)
-    for column in (ways.cell, ways.start, ways.stop, ways.sender, ways.relay, timed.phase):
-        digest.update(column.astype("<i8").tobytes())
-    return digest.hexdigest()
