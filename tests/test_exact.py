@@ -5,6 +5,7 @@ bit. Engine on one side, `train.batching` and `train.forward.score` or `Trainer.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,7 @@ from lockstep.models.decoder import Numerics
 from lockstep.models.init import init_params
 from lockstep.models.lora import LoraSpec, adapter_table
 from lockstep.models.spec import LayerKind, Leaf, ModelSpec, Rope, leaf_table
+from lockstep.rollout.drafts import Payoff, SeenDrafts
 from lockstep.rollout.engine import Engine, request_seed
 from lockstep.train.batching import Geometry, make_micro_batches
 from lockstep.train.forward import score
@@ -71,10 +73,12 @@ class Policy:
     def params(self) -> dict:
         return _params(self)
 
-    def engine(self, slots: int = 32, prefill_rows: int = 32, num_pages: int = POOL_PAGES, version: int = 0) -> Engine:
+    def engine(
+        self, slots: int = 32, prefill_rows: int = 32, num_pages: int = POOL_PAGES, version: int = 0, **options: Any
+    ) -> Engine:
         engine = Engine(
             self.programs, slots=slots, max_positions=64, num_pages=num_pages, prefill_rows=prefill_rows,
-            fingerprint=FINGERPRINT,
+            fingerprint=FINGERPRINT, **options,
         )  # fmt: skip
         engine.install(PolicyVersion(version, "digest"), self.params)
         return engine
@@ -231,6 +235,29 @@ def test_the_smallest_pool_gives_the_same_completions() -> None:
     """Pages for one request at a time, handed from one to the next with whatever the last one left in them."""
     done = run(Policy("llama").engine(num_pages=6), mixed_requests("llama"))
     assert all(same_trajectory(t, alone("llama")[key]) for key, t in done.items())
+
+
+class AlwaysDraft(Payoff):
+    """As many guesses as fit, whatever they cost."""
+
+    def best(self, sequences: int, rows: int, room: int) -> int:
+        return min(self.most, room // sequences) if sequences else 0
+
+
+@pytest.mark.parametrize(("spec", "dtype", "swap"), [("llama", "float32", "never"), ("gemma", "bfloat16", "always")])
+def test_the_record_is_the_trainers_with_everything_on(spec: str, dtype: str, swap: str) -> None:
+    """Pages run out, samples are swapped or computed again, prompts and completions come from the cache, tokens are
+    guessed ahead: the second time everything was seen before."""
+    policy, requests = Policy(spec, dtype), mixed_requests(spec)
+    engine = policy.engine(
+        slots=16, num_pages=8, swap=swap, drafts=SeenDrafts(), draft_tokens=3, make_payoff=AlwaysDraft
+    )
+    first, again = run(engine, requests), run(engine, requests)
+    assert all(same_trajectory(t, again[key]) for key, t in first.items())
+    for temperature, trajectories in by_temperature(requests, again).items():
+        assert_same_bits(trajectories, policy.recompute(trajectories, temperature, 1024))
+    stats = engine.stats
+    assert min(stats.preemptions, stats.cached_tokens, stats.accepted) > 0 and (stats.swaps > 0) == (swap == "always")
 
 
 ROLLOUT_MESHES: list[Axes] = [(), (("data", 2),), (("fsdp", 2), ("tensor", 2))]

@@ -117,9 +117,9 @@ class SamplingParams:
             found.append("logit_bias is not finite everywhere; use forbidden_ids to rule an id out")
         if "" in self.stop_strings:
             found.append("stop_strings holds an empty text, which ends nothing")
-        stops = self.stop_ids if self.min_new_tokens else frozenset[int]()
+        ruled_out = self.forbidden_ids | (self.stop_ids if self.min_new_tokens else frozenset())
         every = self.allowed_ids if self.allowed_ids is not None else range(vocab_size)
-        if not (set(every) - self.forbidden_ids - stops):
+        if len(ruled_out) >= len(every) and all(i in ruled_out for i in every):
             found.append("allowed_ids, forbidden_ids and min_new_tokens leave no id to draw")
         return found
 
