@@ -55,8 +55,8 @@ class Faulty:
         staged = self.inner.receive(version, plan, destination, numbers, deadline)
         return self.spoil(staged) or staged
 
-    def release(self, version):
-        self.inner.release(version)
+    def release(self, version, published):
+        self.inner.release(version, published)
 
 
 def on_tree(change: Callable[[dict[str, jax.Array]], object]) -> Callable[[Staged], Staged]:

@@ -66,7 +66,7 @@ class Both:
         deadline = Deadline.after(120)
         transport.send(version, self.plan, self.source, self.numbers, deadline)
         staged = transport.receive(version, self.plan, self.destination, self.there, deadline)
-        transport.release(version)
+        transport.release(version, True)
         return staged
 
 
@@ -328,8 +328,8 @@ def test_what_was_planned_is_what_is_there_or_it_is_refused():
     both.source["w"].delete()
     with pytest.raises(SyncError, match="the source's w deleted or donated"):
         transport.receive(3, both.plan, both.destination, both.there, deadline)
-    transport.release(3)
-    transport.release(3)
+    transport.release(3, True)
+    transport.release(3, True)
 
 
 def test_a_deadline_that_passed_says_who_waited_for_whom():

@@ -135,8 +135,8 @@ def test_what_arrives_is_what_was_sent_and_takes_the_planned_bytes(ends, name, w
     staged = pair.receive(3, plan)
     assert_same(staged, pair.source, pair.where)
     assert staged.link_bytes == planned_links(plan)
-    pair.sender.release(3)
-    pair.sender.release(3)
+    pair.sender.release(3, True)
+    pair.sender.release(3, True)
 
 
 def relaying(pair: Ends) -> SyncPlan:
@@ -199,7 +199,7 @@ def test_what_was_left_does_not_depend_on_the_source_nor_what_was_read_on_what_w
     for leaf in pair.source.values():
         leaf.delete()
     staged = pair.receive(1, plan)
-    pair.sender.release(1)
+    pair.sender.release(1, True)
     shutil.rmtree(pair.root, ignore_errors=True)
     assert_same(staged, before, pair.where)
 
@@ -482,7 +482,7 @@ def test_a_ticket_of_another_version_gets_nothing(ends, name):
     pair.send(1, plan)
     pair.send(2, plan, noise(SOURCE(), 2))
     ticket = pair.sender.ticket(1)
-    pair.sender.release(1)
+    pair.sender.release(1, True)
     with pytest.raises(SyncError):
         pair.receive(2, plan, 1.0, ticket)
     assert_same(pair.receive(2, plan), noise(SOURCE(), 2), pair.where)

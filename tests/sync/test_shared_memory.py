@@ -222,7 +222,7 @@ def test_released_versions_are_kept_by_count(tmp_path):
     for version in (1, 2, 3, 4):
         path = tmp_path / f"lockstep-actor-v{version:06d}-x"
         transport._owned[version] = write_segment(path, version, mapping(), source())
-        transport.release(version)
+        transport.release(version, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"lockstep-actor-v00000{n}-x" for n in (3, 4)]
     transport.close()
     transport.close()

@@ -152,6 +152,6 @@ class FilesTransport:
             raise SyncError(f"sync: {folder} is being read and cannot be withdrawn now; try again")
         self._sent.pop(version, None)
 
-    def release(self, version: int) -> None:
+    def release(self, version: int, published: bool) -> None:
         """As `Transport.release`; the folder stays."""
         self._sent.pop(version, None)

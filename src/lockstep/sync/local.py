@@ -128,7 +128,7 @@ class LocalTransport:
         jax.block_until_ready(ordered)
         return Staged(ordered, links, time.perf_counter() - start)
 
-    def release(self, version: int) -> None:
+    def release(self, version: int, published: bool) -> None:
         """As `Transport.release`."""
         self._sent.pop(version, None)
 

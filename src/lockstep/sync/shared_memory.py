@@ -227,7 +227,7 @@ class SharedMemoryTransport:
                 views.clear()
         return Staged(tree, links, time.perf_counter() - start)
 
-    def release(self, version: int) -> None:
+    def release(self, version: int, published: bool) -> None:
         """As `Transport.release`: the segment is withdrawn, or is the newest of those kept."""
         if version in self._owned:
             self._released.append(self._owned.pop(version))

@@ -261,11 +261,13 @@ class WeightSync:
             for replica in local:
                 replica.digested = _untouched(offers[replica.name].plan, source)
             published = self.publisher.publish(offers, deadline)
+        except BaseException:
+            self._release(routes, policy, False)
+            raise
         finally:
             for replica in local:
                 replica.digested = {}
-            for route in routes.values():
-                route.transport.release(policy.number)
+        self._release(routes, policy, True)
         clock.lap("stage")
         # Replicas work side by side: of each phase the slowest counts, what is left is the staging around them.
         clock.seconds["flip"] = published.seconds["flip"]
@@ -276,6 +278,11 @@ class WeightSync:
                 clock.seconds[phase] = clock.seconds.get(phase, 0.0) + spent
             clock.seconds["stage"] = max(0.0, clock.seconds["stage"] - spent)
         return published
+
+    @staticmethod
+    def _release(routes: Mapping[str, Route], policy: PolicyVersion, published: bool) -> None:
+        for route in routes.values():
+            route.transport.release(policy.number, published)
 
     def _receipt(
         self,

@@ -119,7 +119,7 @@ class TransferTransport:
         """As `Transport.send`: offers the first rounds; the others follow as rounds arrive. An earlier offer of this
         version is withdrawn."""
         start = time.perf_counter()
-        self.release(version)
+        self.release(version, False)
         leaves = checked_source(plan, source, version)
         shards = {
             path: {shard.device.id: shard.data for shard in local_device.in_default_memory(leaf).addressable_shards}
@@ -149,7 +149,7 @@ class TransferTransport:
         box.pulled.add(round_number)
         self._offer_round(box)
 
-    def release(self, version: int) -> None:
+    def release(self, version: int, published: bool) -> None:
         """As `Transport.release`: what was offered and not pulled is replaced by nothing."""
         box = self._outboxes.pop(version, None)
         if box is None:

@@ -100,6 +100,8 @@ class Transport(Protocol):
         """Bring them here, into buffers of their own (or the source's, where the plan says in place); wait for all."""
         ...
 
-    def release(self, version: int) -> None:
-        """Free what `send` holds for this version, whether or not it was received. Twice is harmless."""
+    def release(self, version: int, published: bool) -> None:
+        """Free what `send` holds for this version, whether or not it was received. published: whether a replica serves
+        it now; where not, what could outlive the sync is withdrawn too. Called once per push, also when `send` failed
+        or never came; twice is harmless."""
         ...
