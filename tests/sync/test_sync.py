@@ -183,7 +183,7 @@ def test_the_receipt_is_one_json_line():
     assert data["source_layout"] == "tensor=2 (devices 0-1) in device"
     assert data["destination_layout"] == "data=2 fsdp=2 (devices 2-5) in device"
     assert (data["transport"], data["replicas"], data["evicted"]) == ("local", ["rollout"], {})
-    assert (data["density"], data["delta"], data["probed"]) == (None, None, 0)
+    assert (data["density"], data["stored"], data["probed"]) == (None, {}, 0)
     assert len(data["plan"]) >= 16 and data["links"][0][2] == max(size for *_, size in data["links"])
 
 

@@ -24,7 +24,8 @@ from lockstep.cluster.devices import HostMemory, in_host_memory
 from lockstep.cluster.sharding import describe_layout
 from lockstep.errors import SyncError
 from lockstep.sync import local_device, local_host
-from lockstep.sync.arrays import layout_of, placed, require_live, reuse, shared_devices
+from lockstep.sync.arrays import layout_of, require_live, reuse, shared_devices
+from lockstep.sync.ends import checked_source
 from lockstep.sync.moves import Move, Prepared, prepare
 from lockstep.sync.plan import SyncPlan
 from lockstep.sync.transport import Deadline, Sent, Staged
@@ -44,8 +45,8 @@ class _Sent:
 
 class LocalTransport:
     """Both sides in one process; device numbers are jax's ids. way: `host` copies regions from memory to memory where
-    devices are the host's own memory, `device` works everywhere; default: what the devices allow. memory: buffers of the
-    first way."""
+    devices are the host's own memory, `device` works everywhere; default: what the devices allow. memory: buffers of
+    the first way."""
 
     name = "local"
 
@@ -67,18 +68,7 @@ class LocalTransport:
         """As `Transport.send`; the moving is done by `receive`. Raises SyncError if `source` is not what was planned
         for: leaves missing, of another form or layout, deleted."""
         start = time.perf_counter()
-        missing = [path for path in plan.source if path not in source]
-        if missing:
-            raise SyncError(f"sync: version {version} was planned with {missing[0]}, which the source lacks")
-        leaves = {path: source[path] for path in plan.source}
-        require_live(leaves, "the source", "send before the step that donates them")
-        for path, leaf in leaves.items():
-            if placed(leaf) != plan.source[path]:
-                raise SyncError(
-                    f"sync: {path} is {leaf.dtype.name}{list(leaf.shape)} ({describe_layout(leaf.sharding)}), but was "
-                    f"planned as {plan.source[path].dtype}{list(plan.source[path].shape)} "
-                    f"({plan.source[path].layout.describe()}); make a new plan for the layouts there are"
-                )
+        leaves = checked_source(plan, source, version)
         self._sent.setdefault(version, {})[plan.hash] = _Sent(plan, leaves, dict(numbers))
         return Sent({}, time.perf_counter() - start)
 

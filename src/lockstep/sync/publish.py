@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
 from lockstep.errors import SyncError
+from lockstep.sync.attempts import attempt_all, say
 from lockstep.sync.plan import SyncPlan
 from lockstep.sync.transport import Deadline, LinkBytes
 from lockstep.sync.verify import check_same
 from lockstep.types import PolicyVersion
 
+T = TypeVar("T")
 OnFailure = Literal["abort", "evict"]
-PATIENCE_S = 5.0  # for calls that only tidy up
+FLIPPING_S = 30.0  # of a deadline, most that is kept from staging for the flips
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Probe:
 @dataclass(frozen=True)
 class Offer:
     """A version on offer. policy: its number and digest. plan: agreed by both sides. digests: the sender's, of every
-    target leaf that trains; base_digest: of what does not (`verify.tree_digest`). probe: None where none is configured
+    target leaf that trains; base_digest: of what does not (`verify.tree_digest`; empty when all trains). probe: None where none is configured
     (then the receipt says so)."""
 
     policy: PolicyVersion
@@ -63,6 +65,9 @@ class StageReport:
     seconds: Mapping[str, float]
 
 
+Stage = Callable[[Offer, Deadline], StageReport]
+
+
 class Replica(Protocol):
     """One holder of a copy of the policy. `stage` never touches what is served; `flip` only swaps references."""
 
@@ -82,7 +87,8 @@ class Replica(Protocol):
         ...
 
     def discard(self, version: int) -> None:
-        """Drop what is staged for `version`, if anything."""
+        """Drop what is staged for `version`, or being staged, if anything. When it returns, no flip to the version is
+        under way, and none that is asked for from then on can succeed before another `stage`."""
         ...
 
 
@@ -97,34 +103,16 @@ class Published:
     seconds: Mapping[str, float]
 
 
-@dataclass
-class _Attempt:
-    """One call to one replica, in a thread of its own: a call that hangs must not take the trainer with it."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None
-    error: BaseException | None = None
-
-    def start(self, call: Callable[[], Any], name: str) -> _Attempt:
-        def body() -> None:
-            try:
-                self.result = call()
-            except BaseException as error:  # handed to whoever waits, whatever it is
-                self.error = error
-            finally:
-                self.done.set()
-
-        threading.Thread(target=body, name=name, daemon=True).start()
-        return self
-
-
 class Publisher:
-    """Publishes versions to a fixed set of replicas. source: the sender's name, for errors.
+    """Publishes versions to a set of replicas. source: the sender's name, for errors.
 
     on_failure, for a replica that fails before anything flipped: `abort` (no replica flips, everything staged is
     discarded) or `evict` (it is dropped, named, and the others flip; one must remain). A replica that fails after
-    another one flipped is dropped and named either way: nothing can call the version back. Dropped replicas get
-    nothing any more, until `admit`; the publish after that is a full one and repairs them.
+    another one flipped is dropped and named either way: nothing can call the version back, and nothing raises any more.
+    Dropped replicas get nothing until `admit`; the publish after that is a full one and repairs them.
+
+    in_doubt: a version that was not published though some replica may serve it: its flip was asked for, and what came
+    of it could not be found out. Its number must not be used for other content. None mostly.
     """
 
     def __init__(self, replicas: Sequence[Replica], *, on_failure: OnFailure = "abort", source: str = "actor") -> None:
@@ -138,6 +126,7 @@ class Publisher:
             )
         self.replicas: dict[str, Replica] = dict(zip(names, replicas, strict=True))
         self.evicted: dict[str, str] = {}
+        self.in_doubt: PolicyVersion | None = None
         self._on_failure = on_failure
         self._source = source
 
@@ -148,135 +137,151 @@ class Publisher:
         self.evicted.pop(replica.name, None)
         self.replicas[replica.name] = replica
 
-    def publish(self, offer: Offer | Mapping[str, Offer], deadline: Deadline) -> Published:
-        """Make every replica serve the offered version. offer: one for all, or one per replica where their plans differ
-        (then of one and the same policy).
+    def each(
+        self,
+        what: str,
+        calls: Mapping[str, Callable[[], T]],
+        version: int,
+        deadline: Deadline,
+        failed: dict[str, str],
+    ) -> dict[str, T]:
+        """One call per replica, all at the same time; what they return. Those that fail come to `failed` (name -> why).
 
-        Raises SyncError, naming replica and reason, with no replica flipped and nothing left staged.
+        Raises SyncError when one has failed (abort), or none is left (evict).
         """
-        offers = dict.fromkeys(self.replicas, offer) if isinstance(offer, Offer) else dict(offer)
-        lacking = [name for name in self.replicas if name not in offers]
+        results, errors = attempt_all(calls, what, version, deadline, self._source)
+        failed |= {name: say(error) for name, error in errors.items()}
+        if failed and (self._on_failure == "abort" or not results):
+            raise self._refused(version, failed) from next(iter(errors.values()), None)
+        return results
+
+    def publish(
+        self,
+        offer: Offer | Mapping[str, Offer],
+        deadline: Deadline,
+        *,
+        stages: Mapping[str, Stage] | None = None,
+        failed: Mapping[str, str] | None = None,
+    ) -> Published:
+        """Make every replica serve the offered version. offer: one for all, or one per replica where their plans differ
+        (then of one and the same policy). stages: what to call instead of a replica's own `stage`. failed: those that
+        have failed on the way here, which are not asked any more.
+
+        All of it, tidying included, takes no longer than the deadline: of what is left, a part is kept for the flips
+        and for finding out what became of them. Raises SyncError, naming replica and reason, with no replica flipped
+        and nothing left staged; `in_doubt` is set where that could not be made sure of.
+        """
+        failed = dict(failed or {})
+        names = [name for name in self.replicas if name not in failed]
+        offers = dict.fromkeys(names, offer) if isinstance(offer, Offer) else dict(offer)
+        lacking = [name for name in names if name not in offers]
         assert not lacking, f"no offer for {lacking}"
-        policies = {offers[name].policy for name in self.replicas}
+        policies = {offers[name].policy for name in names}
         assert len(policies) == 1, f"one publish, several versions: {policies}"
         (policy,) = policies
-        start = time.perf_counter()
+        start, kept = time.perf_counter(), min(FLIPPING_S, deadline.remaining() / 4)
+        staging, flipping = deadline.sooner(kept), deadline.sooner(kept / 2)
+        calls = stages or {name: self.replicas[name].stage for name in names}
         try:
-            reports, failed = self._stage(offers, policy, deadline)
-            if failed and (self._on_failure == "abort" or not reports):
-                raise self._refused(policy, failed)
+            reports = self.each(
+                "stage",
+                {name: partial(self._stage, name, calls[name], offers[name], staging) for name in names},
+                policy.number,
+                staging,
+                failed,
+            )
             staged = time.perf_counter()
-            failed |= self._flip(reports, policy, deadline)
+            self._flip(reports, policy, failed, flipping, deadline)
         except BaseException:
             # Whatever happened (an interrupt, too), before the first flip nothing may stay half done.
-            for name in list(self.replicas):
-                self._discard(name, policy)
+            self._discard(self.replicas, policy, deadline)
             raise
+        self._discard(failed, policy, deadline)
         for name, why in failed.items():
-            self._evict(name, why, policy)
+            self._drop(name, why)
         seconds = {"stage": staged - start, "flip": time.perf_counter() - staged}
         return Published(policy, {n: r for n, r in reports.items() if n not in failed}, failed, seconds)
 
-    # -- phase one ---------------------------------------------------------------------------------------------------
+    def _stage(self, name: str, stage: Stage, offer: Offer, deadline: Deadline) -> StageReport:
+        report = stage(offer, deadline)
+        check_report(report, offer, self._source, name)
+        return report
 
-    def _stage(
-        self, offers: Mapping[str, Offer], policy: PolicyVersion, deadline: Deadline
-    ) -> tuple[dict[str, StageReport], dict[str, str]]:
-        """(reports of the replicas that have the version staged and verified, name -> what went wrong at the others).
-        All stage at the same time."""
-        under_way = {
-            name: _Attempt().start(partial(replica.stage, offers[name], deadline), f"stage {name}")
-            for name, replica in self.replicas.items()
-        }
-        reports: dict[str, StageReport] = {}
-        failed: dict[str, str] = {}
-        for name, attempt in under_way.items():
-            try:
-                report = _wait(attempt, deadline, self._source, f"replica {name!r}", "stage", policy)
-                check_report(report, offers[name], self._source, name)
-            except Exception as error:
-                failed[name] = _say(error)
-            else:
-                reports[name] = report
-        return reports, failed
-
-    def _refused(self, policy: PolicyVersion, failed: Mapping[str, str]) -> SyncError:
+    def _refused(self, version: int, failed: Mapping[str, str]) -> SyncError:
         whom = "; ".join(f"replica {name!r}: {why}" for name, why in failed.items())
         return SyncError(
-            f"sync: version {policy.number} was not published, {len(failed)} of {len(self.replicas)} replicas failed: "
+            f"sync: version {version} was not published, {len(failed)} of {len(self.replicas)} replicas failed: "
             f"{whom}. What was staged is discarded, the others serve what they served"
         )
 
     # -- phase two ---------------------------------------------------------------------------------------------------
 
-    def _flip(self, staged: Mapping[str, StageReport], policy: PolicyVersion, deadline: Deadline) -> dict[str, str]:
-        """Name -> why, of the replicas whose flip failed though another one's succeeded. Raises SyncError when none
-        has flipped, and none may any more (abort) or can (no replica left)."""
-        failed: dict[str, str] = {}
-        flipped = False
-        for name in staged:
-            replica = self.replicas[name]
-            before = replica.active
-            try:
-                self._call(name, "flip", partial(_flip_one, replica, policy, deadline), policy, deadline)
-            except Exception as error:
-                failed[name] = _say(error)
-                if not flipped and self._on_failure == "abort":
-                    refused = self._refused(policy, failed)
-                    # The failure may have come after the fact: then it cannot be trusted to serve what it served.
-                    if len(self.replicas) > 1 and self._active(name, policy) != before:
-                        self._evict(name, failed[name], policy)
-                    raise refused from error
-            else:
-                flipped = True
-        if not flipped:
-            raise self._refused(policy, failed)
-        return failed
+    def _flip(
+        self,
+        staged: Mapping[str, StageReport],
+        policy: PolicyVersion,
+        failed: dict[str, str],
+        flipping: Deadline,
+        deadline: Deadline,
+    ) -> None:
+        """Flip all, adding those that do not to `failed`. Raises SyncError when none has flipped, and none may any more
+        (abort) or can (no replica left).
 
-    def _active(self, name: str, policy: PolicyVersion) -> PolicyVersion | str | None:
-        """What the replica serves, or why that cannot be found out."""
-        try:
-            return self._call(name, "active", lambda: self.replicas[name].active, policy, Deadline.after(PATIENCE_S))
-        except Exception as error:
-            return _say(error)
+        Under abort the first one goes alone: while nothing has flipped, its failure still stops the others.
+        """
+        names = list(staged)
+        first = names[:1] if self._on_failure == "abort" else names
+        before, self.in_doubt = self.in_doubt, policy
+        done, doubted = self._flip_some(first, policy, failed, flipping, deadline)
+        if not done:
+            if not doubted:
+                self.in_doubt = before
+            refused = self._refused(policy.number, failed)
+            for name in doubted:
+                # It cannot be trusted to serve what it served, unless there is nobody else to serve at all.
+                refused.add_note(f"nobody knows whether {name} serves version {policy.number} now")
+                if len(self.replicas) > 1:
+                    self._drop(name, failed[name])
+            raise refused
+        self.in_doubt = None
+        self._flip_some(names[len(first) :], policy, failed, flipping, deadline)
 
-    def _evict(self, name: str, why: str, policy: PolicyVersion) -> None:
-        self._discard(name, policy)
+    def _flip_some(
+        self, names: Sequence[str], policy: PolicyVersion, failed: dict[str, str], flipping: Deadline, deadline: Deadline
+    ) -> tuple[list[str], list[str]]:
+        """(those that serve the version now, those of which nobody knows); all but the former come to `failed`."""
+        calls = {name: partial(_flip_one, self.replicas[name], policy, flipping) for name in names}
+        _, errors = attempt_all(calls, "flip", policy.number, flipping, self._source)
+        failed |= {name: say(error) for name, error in errors.items()}
+        asked = {name: partial(_settle, self.replicas[name], policy) for name in errors}
+        serves, unknown = attempt_all(asked, "settle", policy.number, deadline, self._source)
+        # Where only the answer got lost, all is well: this is the version that was staged and verified there.
+        late = [name for name, active in serves.items() if active == policy]
+        for name in late:
+            del failed[name]
+        return [name for name in names if name not in errors] + late, list(unknown)
+
+    def _drop(self, name: str, why: str) -> None:
         del self.replicas[name]
         self.evicted[name] = why
 
-    def _discard(self, name: str, policy: PolicyVersion) -> None:
-        try:
-            self._call(
-                name, "discard", lambda: self.replicas[name].discard(policy.number), policy, Deadline.after(PATIENCE_S)
-            )
-        except Exception:
-            # Of a replica that is gone or stuck: it can only ever serve this version if it is told to flip to it.
-            return
-
-    def _call(self, name: str, what: str, call: Callable[[], Any], policy: PolicyVersion, deadline: Deadline) -> Any:
-        attempt = _Attempt().start(call, f"{what} {name}")
-        return _wait(attempt, deadline, self._source, f"replica {name!r}", what, policy)
+    def _discard(self, names: Iterable[str], policy: PolicyVersion, deadline: Deadline) -> None:
+        """What cannot be told of it can only ever serve this version if it is told to flip to it."""
+        calls = {name: partial(self.replicas[name].discard, policy.number) for name in names if name in self.replicas}
+        attempt_all(calls, "discard", policy.number, deadline, self._source)
 
 
 def _flip_one(replica: Replica, policy: PolicyVersion, deadline: Deadline) -> None:
     replica.flip(policy, deadline)
-    if replica.active != policy:
-        raise SyncError(f"sync: it says that it serves {policy}, but serves {replica.active}")
+    active = replica.active
+    if active != policy:
+        raise SyncError(f"sync: it says that it serves {policy}, but serves {active}")
 
 
-def _wait(attempt: _Attempt, deadline: Deadline, who: str, whom: str, what: str, policy: PolicyVersion) -> Any:
-    """The attempt's result. Raises what it raised, or the missed deadline."""
-    # A little longer than the replica itself waits: its own error says more than ours.
-    if not attempt.done.wait(deadline.remaining() + 0.25):
-        raise deadline.missed(who, whom, what, policy.number)
-    if attempt.error is not None:
-        raise attempt.error
-    return attempt.result
-
-
-def _say(error: Exception) -> str:
-    return str(error).removeprefix("sync: ") if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
+def _settle(replica: Replica, policy: PolicyVersion) -> PolicyVersion | None:
+    """What a replica serves whose flip failed, once that cannot change any more."""
+    replica.discard(policy.number)  # waits for a flip that is under way, and makes one that is to come fail
+    return replica.active
 
 
 def check_report(report: StageReport, offer: Offer, source: str, replica: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lockstep.types import PolicyVersion
@@ -22,8 +22,9 @@ class SyncReceipt:
     over how many, and (sender, receiver, bytes) of the busiest. same_buffers: every destination leaf is the source's
     buffer, so nothing ran. seconds: `select`, `map` (map and plan), `stage`, `transfer`, `verify`, `probe` (where there
     was one), `flip`. tree_digest: of what the first replica staged; leaf_digests: the same leaf by leaf. probed:
-    sequences that were checked. density, delta: of a delta sync (fraction changed; its report, or why it was not used);
-    None where no delta was tried.
+    sequences that were checked. stored: replica -> what its transport left in a store (`transport.Stored`: kind, bytes,
+    full_bytes, density, base, why). density: the first one's that compared the version with the last; None where none
+    did. A replica that only keeps versions counts in `stored`, `transport` and `evicted`, and in nothing else.
     """
 
     version: int
@@ -50,7 +51,7 @@ class SyncReceipt:
     leaf_digests: Mapping[str, str]
     probed: int
     density: float | None = None
-    delta: Mapping[str, Any] | None = None
+    stored: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def policy(self) -> PolicyVersion:

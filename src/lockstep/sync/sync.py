@@ -12,8 +12,8 @@ came out alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import jax
 
@@ -23,6 +23,7 @@ from lockstep.models.spec import Leaf
 from lockstep.sync.arrays import device_numbers, in_default_memory, placed, require_live
 from lockstep.sync.certificate import check as check_plan
 from lockstep.sync.layout import Layout
+from lockstep.sync.local import LocalTransport
 from lockstep.sync.mapping import FormatMap, whole
 from lockstep.sync.plan import LinkModel, Placed, SyncPlan
 from lockstep.sync.planner import make_plan
@@ -30,7 +31,7 @@ from lockstep.sync.publish import Offer, OnFailure, Probe, Published, Publisher,
 from lockstep.sync.receipt import SyncReceipt
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.select import check_names, select
-from lockstep.sync.transport import Deadline, Transport
+from lockstep.sync.transport import Deadline, Stored, Transport
 from lockstep.sync.verify import kind_of, leaf_digests, policy_digest, start_source_digests, tree_digest
 from lockstep.types import PolicyVersion
 
@@ -41,12 +42,14 @@ LINKS_SHOWN = 16  # on a receipt; the plan has them all
 @dataclass(frozen=True)
 class Route:
     """How the weights get to one replica. transport: the sending side's. destination: what the replica holds, asked on
-    every push. mapping: what becomes what; None where names, shapes and dtypes are equal."""
+    every push. mapping: what becomes what; None where names, shapes and dtypes are equal. serves: False for a replica
+    that only keeps versions for others: it is not probed, and what it writes is not counted as moved."""
 
     replica: Replica
     transport: Transport
     destination: Callable[[], Mapping[str, Placed]]
     mapping: FormatMap | None = None
+    serves: bool = True
 
     @classmethod
     def local(cls, replica: LocalReplica, mapping: FormatMap | None = None) -> Route:
@@ -112,7 +115,10 @@ class WeightSync:
             if route.mapping is None:
                 check_names(route.destination(), leaves, f"table of destination shardings of {route.replica.name}")
         self._routes = {route.replica.name: route for route in routes}
-        self.publisher = Publisher([route.replica for route in routes], on_failure=on_failure, source=source_role)
+        _check_transports(routes)
+        keepers = [route.replica.name for route in routes if not route.serves]
+        replicas = [route.replica for route in routes]
+        self.publisher = Publisher(replicas, on_failure=on_failure, source=source_role, keepers=keepers)
         self._base = dict(base)
         self._deadline_s, self._staging_bytes, self._link = deadline_s, staging_bytes, link or LinkModel()
         self._probe = probe
@@ -167,13 +173,17 @@ class WeightSync:
         offered = {name: offered_digests(plan.mapping, here, digests) for name, plan in plans.items()}
         del here
         clock.lap("verify")
-        probe = self._probe(source) if self._probe and any(plan.bytes_written for plan in plans.values()) else None
+        moves = any(plans[name].bytes_written for name, route in routes.items() if route.serves)
+        probe = self._probe(source) if self._probe and moves else None
         if probe is not None:
             clock.lap("probe")
         base = tree_digest(self._base)
-        offers = {name: Offer(policy, plans[name], offered[name], base, probe) for name in routes}
-        published = self._stage_and_flip(routes, offers, source, deadline, clock)
-        receipt = self._receipt(policy, source, offers, published, clock)
+        offers = {
+            name: Offer(policy, plans[name], offered[name], base, probe if route.serves else None)
+            for name, route in routes.items()
+        }
+        stored, published = self._stage_and_flip(routes, offers, source, deadline, clock)
+        receipt = self._receipt(policy, source, offers, published, stored, clock)
         self._published, self._syncs = policy, receipt.syncs
         return receipt
 
@@ -251,23 +261,27 @@ class WeightSync:
         source: Mapping[str, jax.Array],
         deadline: Deadline,
         clock: _Clock,
-    ) -> Published:
+    ) -> tuple[dict[str, Stored], Published]:
+        """(replica -> what its transport left in a store, what came of the publish)."""
+        stored: dict[str, Stored] = {}
         numbers = device_numbers(leaf.sharding for leaf in source.values())
         policy = next(iter(offers.values())).policy
         local = [route.replica for route in routes.values() if isinstance(route.replica, LocalReplica)]
         try:
             for name, route in routes.items():
-                route.transport.send(policy.number, offers[name].plan, source, numbers, deadline, policy.digest)
+                sent = route.transport.send(policy.number, offers[name].plan, source, numbers, deadline, policy.digest)
+                if sent.stored is not None:
+                    stored[name] = sent.stored
             for replica in local:
                 replica.digested = _untouched(offers[replica.name].plan, source)
             published = self.publisher.publish(offers, deadline)
         except BaseException:
-            self._release(routes, policy, False)
+            self._release(routes, policy, ())
             raise
         finally:
             for replica in local:
                 replica.digested = {}
-        self._release(routes, policy, True)
+        self._release(routes, policy, published.reports)
         clock.lap("stage")
         # Replicas work side by side: of each phase the slowest counts, what is left is the staging around them.
         clock.seconds["flip"] = published.seconds["flip"]
@@ -277,12 +291,13 @@ class WeightSync:
             if spent or phase != "probe":
                 clock.seconds[phase] = clock.seconds.get(phase, 0.0) + spent
             clock.seconds["stage"] = max(0.0, clock.seconds["stage"] - spent)
-        return published
+        return stored, published
 
     @staticmethod
-    def _release(routes: Mapping[str, Route], policy: PolicyVersion, published: bool) -> None:
-        for route in routes.values():
-            route.transport.release(policy.number, published)
+    def _release(routes: Mapping[str, Route], policy: PolicyVersion, published: Collection[str]) -> None:
+        """published: the replicas that have the version now."""
+        for name, route in routes.items():
+            route.transport.release(policy.number, name in published)
 
     def _receipt(
         self,
@@ -290,9 +305,12 @@ class WeightSync:
         source: Mapping[str, jax.Array],
         offers: Mapping[str, Offer],
         published: Published,
+        stored: Mapping[str, Stored],
         clock: _Clock,
     ) -> SyncReceipt:
-        reports = published.reports
+        keep = [name for name in published.reports if not self._routes[name].serves]
+        # What is only kept counts as stored, not as moved; where there is nothing else it is what moved.
+        reports = {n: r for n, r in published.reports.items() if n not in keep} or published.reports
         plans = {name: offers[name].plan for name in reports}
         links = sorted(
             ((a, b, size) for report in reports.values() for (a, b), size in report.link_bytes.items() if size),
@@ -309,7 +327,7 @@ class WeightSync:
             destination=self._roles[1],
             source_layout=mesh_words(placed(next(iter(source.values()))).layout),
             destination_layout=mesh_words(next(iter(destination.values())).layout),
-            transport="+".join(dict.fromkeys(self._routes[name].transport.name for name in reports)),
+            transport="+".join(dict.fromkeys(self._routes[name].transport.name for name in published.reports)),
             replicas=tuple(reports),
             evicted=dict(published.evicted),
             syncs=self._syncs + (moved > 0),
@@ -325,7 +343,21 @@ class WeightSync:
             tree_digest=tree_digest(reports[first].digests),
             leaf_digests=dict(reports[first].digests),
             probed=reports[first].probed,
+            density=next((s.density for s in stored.values() if s.density is not None), None),
+            stored={name: asdict(stored[name]) for name in published.reports if name in stored},
         )
+
+
+def _check_transports(routes: Sequence[Route]) -> None:
+    """Raise SyncError where two replicas share what keeps one offer per version."""
+    seen: dict[int, str] = {}
+    for route in routes:
+        name, transport = route.replica.name, route.transport
+        if not isinstance(transport, LocalTransport) and (other := seen.setdefault(id(transport), name)) != name:
+            raise SyncError(
+                f"sync: replicas {other!r} and {name!r} share one transport of kind {transport.name!r}, which holds one "
+                f"offer per version; give each replica a transport of its own"
+            )
 
 
 def offered_digests(mapping: FormatMap, source: Mapping[str, jax.Array], digests: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 from jax.sharding import Sharding
@@ -40,6 +40,10 @@ class Deadline:
         """Seconds left, at least 0."""
         return max(0.0, self.ends - time.monotonic())
 
+    def sooner(self, seconds: float) -> Deadline:
+        """One that ends so much earlier, for a part of the work."""
+        return Deadline(self.started, self.ends - seconds)
+
     def missed(self, who: str, whom: str, what: str, version: int) -> SyncError:
         """The error to raise when it has passed: who waited for whom, for what, since when, at which version."""
         waited = time.monotonic() - self.started
@@ -50,11 +54,28 @@ class Deadline:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What a sender left in a store. kind: `full`, `delta`, or `kept` (the very version was there already). bytes: that
+    it wrote; full_bytes: of the whole leaves. density: fraction of the elements that changed since the last published
+    version; None where the two were not compared. base: the version that a delta starts from. why: this kind and no
+    other; empty where there was no choice."""
+
+    kind: Literal["full", "delta", "kept"]
+    bytes: int
+    full_bytes: int
+    density: float | None = None
+    base: str | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Sent:
-    """What the sending side did. link_bytes: what it put on each link (empty when the receiver does the moving)."""
+    """What the sending side did. link_bytes: what it put on each link (empty when the receiver does the moving).
+    stored: what it left in a store, where it has one."""
 
     link_bytes: LinkBytes
     seconds: float
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +119,10 @@ class Transport(Protocol):
         deadline: Deadline,
     ) -> Staged:
         """Bring them here, into buffers of their own (or the source's, where the plan says in place); wait for all."""
+        ...
+
+    def forget(self) -> None:
+        """The receiver may have lost what it had: the next `send` must not build on it."""
         ...
 
     def release(self, version: int, published: bool) -> None:
