@@ -89,7 +89,8 @@ class Case:
         from lockstep.cluster.sharding import place, shardings
         from lockstep.sync.local import LocalTransport
         from lockstep.sync.replica import LocalReplica
-        from lockstep.sync.sync import Route, WeightSync
+        from lockstep.sync.route import Route
+        from lockstep.sync.sync import WeightSync
 
         self.jax, self.np = jax, np
         self.leaves = make_leaves(tree)

@@ -19,7 +19,8 @@ from lockstep.models.spec import Leaf
 from lockstep.sync.local import LocalTransport
 from lockstep.sync.publish import Publisher
 from lockstep.sync.replica import LocalReplica
-from lockstep.sync.sync import Route, WeightSync
+from lockstep.sync.route import Route
+from lockstep.sync.sync import WeightSync
 from lockstep.sync.transport import Deadline, Staged
 from lockstep.sync.verify import leaf_digests
 
@@ -54,6 +55,9 @@ class Faulty:
         self.deadline, self.version = deadline, version
         staged = self.inner.receive(version, plan, destination, numbers, deadline)
         return self.spoil(staged) or staged
+
+    def forget(self):
+        self.inner.forget()
 
     def release(self, version, published):
         self.inner.release(version, published)
@@ -230,7 +234,9 @@ def test_a_fault_on_the_way_is_found_and_the_old_weights_stand(fault):
     elif fault == "hangs":
         world.sync._deadline_s = 0.3
         transport.spoil = hang_until_the_deadline(transport)
-        message = r"replica 'rollout': rollout waited 0\.\d s for actor \(weights, version 2\); the deadline was 0\.3 s"
+        message = (
+            r"replica 'rollout': rollout waited 0\.\d s for actor \(weights, version 2\); the deadline was 0\.\d s"
+        )
     else:
         transport.spoil, message = FAULTS[fault]
     trained = world.trained(1.5)
@@ -410,7 +416,7 @@ def test_only_what_was_staged_is_flipped_to():
     with pytest.raises(SyncError, match=r"told to serve .*but has nothing staged"):
         replica.flip(receipt.policy, deadline)
     offers = []
-    world.sync.publisher.publish = lambda offer, deadline: offers.append(offer) or die(None)
+    world.sync.publisher.publish = lambda offer, deadline, **_: offers.append(offer) or die(None)
     with pytest.raises(ConnectionError):
         world.sync.push(1, world.trained(2))
     offer = offers[0]["rollout"]

@@ -35,6 +35,7 @@ from lockstep.types import PolicyVersion
 
 TOKEN = new_token()
 SHAPE = (8, 6)
+BASE = "f" * 32
 
 
 def soon(seconds: float = 20.0) -> Deadline:
@@ -50,7 +51,7 @@ class Sampler:
         self.numbers = numbers_from(100, self.where.values())
         self.receiver, self.sender = SharedMemoryTransport(f"r_{name}"), SharedMemoryTransport(f"s_{name}")
         blank = {"w": jax.device_put(np.zeros(SHAPE, np.float32), self.where["w"])}
-        options: dict[str, Any] = {"numbers": self.numbers, "install": install, "score": score}
+        options: dict[str, Any] = {"numbers": self.numbers, "base_digest": BASE, "install": install, "score": score}
         self.replica = LocalReplica(name, blank, self.where, self.receiver, **options)
         self.server = ReplicaServer(self.replica, self.receiver, self.numbers, "127.0.0.1:0", TOKEN).start()
         self.remote = self.trainer()
@@ -68,7 +69,7 @@ class Sampler:
         numbers = device_numbers(leaf.sharding for leaf in source.values())
         self.sender.send(number, plan, source, numbers, soon())
         digests = leaf_digests(source)
-        return Offer(PolicyVersion(number, digests["w"][-16:]), plan, digests, "", probe)
+        return Offer(PolicyVersion(number, digests["w"][-16:]), plan, digests, BASE, probe)
 
     def value(self) -> float:
         return float(np.asarray(self.replica.installed["w"])[0, 0])

@@ -20,8 +20,9 @@ from lockstep.sync.mapping import identity_map
 from lockstep.sync.probe import make_probe
 from lockstep.sync.receipt import Counters
 from lockstep.sync.replica import LocalReplica
+from lockstep.sync.route import Route
 from lockstep.sync.select import trainable_leaves
-from lockstep.sync.sync import Route, WeightSync
+from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import leaf_digests, policy_digest, tree_digest
 
 MODEL = leaf_table(ModelSpec("llama", 24, 16, 2, 1, 8, 20, (LayerKind(Rope(1e4)),) * 2, 1e-5, 1.0, 64))
@@ -60,7 +61,10 @@ class Pair:
         self.actor = noise(leaves, self.dial.mesh("actor"), 1, dtype)
         self.rollout = noise(leaves, self.dial.mesh("rollout"), 2, there or dtype)
         self.destination = shardings(leaves, self.dial.mesh("rollout"))
-        self.replica = LocalReplica("rollout", self.rollout, self.destination, transport or LocalTransport())
+        held = tree_digest(base) if base else ""
+        self.replica = LocalReplica(
+            "rollout", self.rollout, self.destination, transport or LocalTransport(), base_digest=held
+        )
         self.sync = WeightSync(leaves, [Route.local(self.replica, mapping)], base=base or {}, **how)
 
     def push(self, number, actor=None):

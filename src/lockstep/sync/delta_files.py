@@ -4,21 +4,23 @@
     receiver = DeltaFilesTransport(Path("weights"))
 
 A delta folder's manifest has `kind` "delta", `base` (number and policy digest of the version that it starts from),
-`why`, and, for every leaf, the checksums of the result. The receiver applies it to the weights that it staged last, on
-the host, when they are exactly that base; it refuses any other. What it makes is held against the checksums before it
+`why`, and, for every leaf, the checksums of the result. The receiver applies it on the host to the weights that it
+staged last, when they are exactly that base. What it makes is held against the checksums before it
 is put into place, and digested like any other weights afterwards.
 
-The first version, one that does not follow the last, one whose number is sent again (after a failure, say), and one
-whose delta would not be smaller are written whole; `why` says so. So a receiver that has lost its base refuses one
-sync, and the repeated one mends it. Both sides keep the last version: the sender in host memory, the receiver as the
-arrays that it staged. A delta saves bytes in the store; into place go whole leaves: those are what link bytes count.
+What a delta starts from is the last version that was *published*. The first version, one that does not follow the last,
+one that follows a version that was sent and not published, one whose delta would not be smaller, and one after
+`FULL_EVERY` deltas are written whole; `why` says so. A receiver that holds another version than the base starts from
+the last whole one in the store, which stays as long as a delta needs it. Sender and receiver keep the last version: the
+sender in host memory, the receiver as the arrays that it staged. A delta saves bytes in the store; into place go whole
+leaves: those are what link bytes count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +29,28 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lockstep.sync.delta import Delta, apply, choose, encode
-from lockstep.sync.ends import checked_source
-from lockstep.sync.files_transport import FilesTransport
+from lockstep.sync.files_transport import FilesTransport, Leaves, kept
 from lockstep.sync.foreign import WeightsError, checksums
-from lockstep.sync.hosted import Region, gather, host_targets, place
+from lockstep.sync.hosted import Region, gather, place
 from lockstep.sync.plan import SyncPlan
-from lockstep.sync.transport import Deadline, Sent
+from lockstep.sync.transport import Deadline, Stored
 from lockstep.sync.weight_files import (
     BLOCK_BYTES,
+    MANIFEST,
     MAX_FILE_BYTES,
     Manifest,
     VersionFolder,
     folder_of,
     fresh_folder,
-    prune,
     write_manifest,
     write_version,
 )
 from lockstep.types import PolicyVersion
 
 DELTA = "delta.bin"
+FULL_EVERY = 16  # deltas in a row, at most: who begins to read applies no more
+
+Version = tuple[PolicyVersion, dict[str, np.ndarray]]
 
 
 class DeltaFilesTransport(FilesTransport):
@@ -54,53 +58,59 @@ class DeltaFilesTransport(FilesTransport):
 
     def __init__(self, root: Path, *, keep: int = 2, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         super().__init__(root, keep=keep, max_file_bytes=max_file_bytes)
-        self._base: tuple[PolicyVersion, dict[str, np.ndarray]] | None = None
+        self._base: Version | None = None
+        self._pending: dict[int, Version] = {}
+        self._without = "nothing was published before"  # why there is no base
+        self._deltas = 0  # since the last whole one
         self._staged: tuple[PolicyVersion, Mapping[str, jax.Array]] | None = None
 
-    def send(
-        self,
-        version: int,
-        plan: SyncPlan,
-        source: Mapping[str, jax.Array],
-        numbers: Mapping[int, jax.Device],
-        deadline: Deadline,
-        digest: str = "",
-    ) -> Sent:
-        """As `FilesTransport.send`; the manifest says which kind of folder was written, and why."""
-        start = time.perf_counter()
-        leaves = checked_source(plan, source, version)
-
-        def check() -> None:
-            if not deadline.remaining():
-                raise deadline.missed("the sender", "its own disk", f"{folder_of(self.root, version)}", version)
-
-        targets = plan.mapping.targets
-        new = {t.path: np.array(array, copy=True) for t, array in host_targets(plan.mapping, leaves, check)}
-        policy = PolicyVersion(version, digest)
-        delta, why = self._delta(policy, new)
-        head = {"policy_digest": digest, "plan": plan.hash, "mapping": plan.mapping.name, "why": why}
-        if delta is None:
-            supply = ((targets[path], array) for path, array in new.items())
-            manifest = write_version(self.root, version, targets.values(), supply, head, self._max_file_bytes)
-        else:
+    def _write(self, version: int, plan: SyncPlan, leaves: Leaves, head: Manifest) -> tuple[Manifest, Stored]:
+        new = {target.path: np.array(array, copy=True) for target, array in leaves}
+        policy, size = PolicyVersion(version, head["policy_digest"]), sum(leaf.nbytes for leaf in new.values())
+        self._pending[version] = policy, new
+        if (there := self._there(version, head)) is not None:
+            return there, kept(there)
+        delta, use, why = self._delta(policy, new)
+        head, density = {**head, "why": why}, None if delta is None else delta.density
+        if delta is not None and use:
             manifest = write_delta(self.root, delta, new, head)
-        self._sent[version], self._base = manifest, (policy, new)
-        prune(self.root, self._keep)
-        return Sent({}, time.perf_counter() - start)
+            return manifest, Stored("delta", manifest["bytes"], size, density, str(delta.base), why)
+        targets = plan.mapping.targets
+        supply = ((targets[path], array) for path, array in new.items())
+        manifest = write_version(self.root, version, targets.values(), supply, head, self._max_file_bytes)
+        return manifest, Stored("full", sum(manifest["files"].values()), size, density, None, why)
 
-    def _delta(self, policy: PolicyVersion, new: Mapping[str, np.ndarray]) -> tuple[Delta | None, str]:
-        """What to write instead of all, and why (not)."""
+    def release(self, version: int, published: bool) -> None:
+        """As `FilesTransport.release`; only what was published is a base."""
+        sent, pending = self._sent.get(version), self._pending.pop(version, None)
+        super().release(version, published)
+        if sent is None or pending is None:
+            return
+        if published:
+            self._base, self._deltas = pending, self._deltas + 1 if sent["kind"] == "delta" else 0
+        else:
+            self._base, self._without = None, f"version {version} was sent and not published"
+
+    def forget(self) -> None:
+        """As `Transport.forget`: the next version is written whole."""
+        self._base, self._without = None, "the receiver may have lost what it had"
+
+    def _delta(self, policy: PolicyVersion, new: Mapping[str, np.ndarray]) -> tuple[Delta | None, bool, str]:
+        """(the delta, whether to write it instead of all, why)."""
         if self._base is None:
-            return None, "full: nothing was sent before"
+            return None, False, f"full: {self._without}"
         base, old = self._base
         if policy.number != base.number + 1:
-            return None, f"full: version {policy.number} does not follow {base.number}, the last that was sent"
+            return None, False, f"full: version {policy.number} does not follow {base.number}, the last published"
         forms = {path: (leaf.shape, leaf.dtype) for path, leaf in new.items()}
         if forms != {path: (leaf.shape, leaf.dtype) for path, leaf in old.items()}:
-            return None, "full: the leaves are others than before"
+            return None, False, "full: the leaves are others than before"
+        if self._refused.intersection([base.number]) or not (folder_of(self.root, base.number) / MANIFEST).is_file():
+            return None, False, f"full: the folder of version {base.number} is gone"
         delta = encode(old, new, base, policy)
-        use, why = choose(delta, sum(leaf.nbytes for leaf in new.values()))
-        return (delta if use else None), why
+        if self._deltas >= FULL_EVERY:
+            return delta, False, f"full: after {self._deltas} deltas, for those who begin to read now"
+        return delta, *choose(delta, sum(leaf.nbytes for leaf in new.values()))
 
     def _read(
         self,
@@ -114,7 +124,7 @@ class DeltaFilesTransport(FilesTransport):
         if opened.manifest["kind"] == "full":
             tree, links = super()._read(opened, version, plan, destination, numbers, deadline)
         else:
-            made = self._applied(opened)
+            made = dict(self._whole(opened))
 
             def read(path: str, region: Region) -> np.ndarray:
                 return made[path][region]
@@ -123,25 +133,62 @@ class DeltaFilesTransport(FilesTransport):
         self._staged = PolicyVersion(version, opened.manifest["policy_digest"]), tree
         return tree, links
 
-    def _applied(self, opened: VersionFolder) -> dict[str, np.ndarray]:
-        """Whole leaves on the host: the delta applied to what was staged last."""
-        manifest = opened.manifest
-        base = PolicyVersion(manifest["base"]["number"], manifest["base"]["digest"])
-        if self._staged is None or self._staged[0] != base:
-            last = "nothing" if self._staged is None else str(self._staged[0])
+    def _whole(self, opened: VersionFolder) -> Iterator[tuple[str, np.ndarray]]:
+        """Whole leaves on the host: of a delta, applied to what is held of its base, or to what the store has of it."""
+        if opened.manifest["kind"] == "full":
+            yield from super()._whole(opened)
+            return
+        with contextlib.ExitStack() as stack:
+            chain, held = [opened], self._held(opened)
+            while held is None and chain[-1].manifest["kind"] == "delta":
+                chain.append(stack.enter_context(self._open_base(chain[-1])))
+                held = self._held(chain[-1])
+            if held is None:
+                held = dict(super()._whole(chain.pop()))
+            for step in reversed(chain):
+                held = _applied(step, held)
+            yield from held.items()
+
+    def _held(self, opened: VersionFolder) -> dict[str, np.ndarray] | None:
+        """The base of a delta, where this side has it in memory."""
+        if opened.manifest["kind"] == "delta":
+            base = _base_of(opened)
+            if self._staged is not None and self._staged[0] == base:
+                return {path: gather(path, leaf) for path, leaf in self._staged[1].items()}
+            if self._base is not None and self._base[0] == base:
+                return dict(self._base[1])
+        return None
+
+    def _open_base(self, opened: VersionFolder) -> VersionFolder:
+        base = _base_of(opened)
+        try:
+            found = VersionFolder(folder_of(self.root, base.number))
+        except WeightsError as error:
             raise WeightsError(
-                f"{opened.folder} is a delta from {base}, but {last} was staged here last; send the version again, "
-                f"whole"
-            )
-        delta = Delta.from_bytes(opened.bytes_of(DELTA))
-        if (delta.base, delta.policy.number) != (base, manifest["version"]):
-            raise WeightsError(f"{opened.folder}: its delta goes from {delta.base} to {delta.policy}")
-        held = {path: gather(path, leaf) for path, leaf in self._staged[1].items()}
-        made = {path: np.asarray(leaf) for path, leaf in apply(delta, held, base).items()}
-        for path, leaf in manifest["leaves"].items():
-            if path not in made or checksums(_bytes_of(made[path]), manifest["block_bytes"]) != leaf["crc32"]:
-                raise WeightsError(f"{opened.folder}: {path} does not come out as it was sent")
-        return made
+                f"{opened.folder} is a delta from {base}, which was not staged here last and cannot be read ({error}); "
+                f"send the version again, whole"
+            ) from error
+        if (found.manifest["version"], found.manifest["policy_digest"]) != (base.number, base.digest):
+            found.close()
+            raise WeightsError(f"{opened.folder} is a delta from {base}, but {found.folder} holds another")
+        return found
+
+
+def _base_of(opened: VersionFolder) -> PolicyVersion:
+    return PolicyVersion(opened.manifest["base"]["number"], opened.manifest["base"]["digest"])
+
+
+def _applied(opened: VersionFolder, held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Whole leaves: a delta's folder applied to its base, and held against the checksums of what was sent."""
+    manifest, base = opened.manifest, _base_of(opened)
+    delta = Delta.from_bytes(opened.bytes_of(DELTA))
+    if (delta.base, delta.policy.number) != (base, manifest["version"]):
+        raise WeightsError(f"{opened.folder}: its delta goes from {delta.base} to {delta.policy}")
+    made = {path: np.asarray(leaf) for path, leaf in apply(delta, held, base).items()}
+    for path, leaf in manifest["leaves"].items():
+        if path not in made or checksums(_bytes_of(made[path]), manifest["block_bytes"]) != leaf["crc32"]:
+            raise WeightsError(f"{opened.folder}: {path} does not come out as it was sent")
+    return made
 
 
 def write_delta(root: Path, delta: Delta, new: Mapping[str, np.ndarray], head: Manifest) -> Manifest:

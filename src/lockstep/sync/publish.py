@@ -8,12 +8,11 @@ Replicas live in this process (`replica.LocalReplica`) or in another one (`remot
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from lockstep.errors import SyncError
 from lockstep.sync.attempts import attempt_all, say
@@ -42,8 +41,8 @@ class Probe:
 @dataclass(frozen=True)
 class Offer:
     """A version on offer. policy: its number and digest. plan: agreed by both sides. digests: the sender's, of every
-    target leaf that trains; base_digest: of what does not (`verify.tree_digest`; empty when all trains). probe: None where none is configured
-    (then the receipt says so)."""
+    target leaf that trains; base_digest: of what does not (`verify.tree_digest`; empty when all trains). probe: None
+    where none is configured (then the receipt says so)."""
 
     policy: PolicyVersion
     plan: SyncPlan
@@ -115,8 +114,16 @@ class Publisher:
     of it could not be found out. Its number must not be used for other content. None mostly.
     """
 
-    def __init__(self, replicas: Sequence[Replica], *, on_failure: OnFailure = "abort", source: str = "actor") -> None:
-        """Raises SyncError without replicas, or for a name twice."""
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        on_failure: OnFailure = "abort",
+        source: str = "actor",
+        keepers: Collection[str] = (),
+    ) -> None:
+        """keepers: names of replicas that only keep versions for others; they are never the one that must remain,
+        unless there are no others. Raises SyncError without replicas, or for a name twice."""
         if not replicas:
             raise SyncError("sync: there is no replica to publish to")
         names = [replica.name for replica in replicas]
@@ -127,15 +134,18 @@ class Publisher:
         self.replicas: dict[str, Replica] = dict(zip(names, replicas, strict=True))
         self.evicted: dict[str, str] = {}
         self.in_doubt: PolicyVersion | None = None
+        self._keepers = set(keepers)
         self._on_failure = on_failure
         self._source = source
 
-    def admit(self, replica: Replica) -> None:
-        """Take a replica (back) in; it serves from the next publish on. Raises SyncError if its name is in use."""
+    def admit(self, replica: Replica, *, keeps: bool = False) -> None:
+        """Take a replica (back) in; it serves (keeps: only keeps) versions from the next publish on. Raises SyncError
+        if its name is in use."""
         if replica.name in self.replicas:
             raise SyncError(f"sync: a replica called {replica.name!r} is there already; names must differ")
         self.evicted.pop(replica.name, None)
         self.replicas[replica.name] = replica
+        (self._keepers.add if keeps else self._keepers.discard)(replica.name)
 
     def each(
         self,
@@ -151,7 +161,7 @@ class Publisher:
         """
         results, errors = attempt_all(calls, what, version, deadline, self._source)
         failed |= {name: say(error) for name, error in errors.items()}
-        if failed and (self._on_failure == "abort" or not results):
+        if failed and (self._on_failure == "abort" or not self._serving(results)):
             raise self._refused(version, failed) from next(iter(errors.values()), None)
         return results
 
@@ -202,6 +212,11 @@ class Publisher:
         seconds = {"stage": staged - start, "flip": time.perf_counter() - staged}
         return Published(policy, {n: r for n, r in reports.items() if n not in failed}, failed, seconds)
 
+    def _serving(self, names: Iterable[str]) -> list[str]:
+        """Of these, those that count: keepers do not, unless they are all there is."""
+        only_keepers = self._keepers.issuperset(self.replicas)
+        return [name for name in names if only_keepers or name not in self._keepers]
+
     def _stage(self, name: str, stage: Stage, offer: Offer, deadline: Deadline) -> StageReport:
         report = stage(offer, deadline)
         check_report(report, offer, self._source, name)
@@ -229,11 +244,11 @@ class Publisher:
 
         Under abort the first one goes alone: while nothing has flipped, its failure still stops the others.
         """
-        names = list(staged)
+        names = sorted(staged, key=lambda name: name in self._keepers)
         first = names[:1] if self._on_failure == "abort" else names
         before, self.in_doubt = self.in_doubt, policy
         done, doubted = self._flip_some(first, policy, failed, flipping, deadline)
-        if not done:
+        if not self._serving(done):
             if not doubted:
                 self.in_doubt = before
             refused = self._refused(policy.number, failed)
@@ -247,7 +262,12 @@ class Publisher:
         self._flip_some(names[len(first) :], policy, failed, flipping, deadline)
 
     def _flip_some(
-        self, names: Sequence[str], policy: PolicyVersion, failed: dict[str, str], flipping: Deadline, deadline: Deadline
+        self,
+        names: Sequence[str],
+        policy: PolicyVersion,
+        failed: dict[str, str],
+        flipping: Deadline,
+        deadline: Deadline,
     ) -> tuple[list[str], list[str]]:
         """(those that serve the version now, those of which nobody knows); all but the former come to `failed`."""
         calls = {name: partial(_flip_one, self.replicas[name], policy, flipping) for name in names}

@@ -25,6 +25,7 @@ class SyncReceipt:
     sequences that were checked. stored: replica -> what its transport left in a store (`transport.Stored`: kind, bytes,
     full_bytes, density, base, why). density: the first one's that compared the version with the last; None where none
     did. A replica that only keeps versions counts in `stored`, `transport` and `evicted`, and in nothing else.
+    unreleased: replica -> why, of those whose transport failed to let go of the version afterwards.
     """
 
     version: int
@@ -52,6 +53,7 @@ class SyncReceipt:
     probed: int
     density: float | None = None
     stored: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unreleased: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def policy(self) -> PolicyVersion:

@@ -23,9 +23,10 @@ trainer may start from where its checkpoint was. A sampler that was restarted sa
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from lockstep.errors import SyncError
@@ -33,7 +34,7 @@ from lockstep.sync.channel import MAX_MESSAGE_BYTES, Channel, Message, connect
 from lockstep.sync.mapping import FormatMap
 from lockstep.sync.plan import Placed
 from lockstep.sync.publish import Offer, StageReport
-from lockstep.sync.sync import Route
+from lockstep.sync.route import Route
 from lockstep.sync.transport import Deadline, Transport
 from lockstep.sync.wire import (
     offer_to_json,
@@ -44,6 +45,8 @@ from lockstep.sync.wire import (
     report_from_json,
 )
 from lockstep.types import PolicyVersion
+
+PLANS_KEPT = 4  # by a sampler
 
 
 class RemoteTransport(Transport, Protocol):
@@ -85,7 +88,7 @@ class RemoteReplica:
         self._address, self._token, self._source, self._max = address, token, source, max_bytes
         self._channel: Channel | None = None
         self._patience_s = patience_s
-        self._plans: set[str] = set()
+        self._plans: list[str] = []  # that the other side has, in the order in which it will let go of them
         self._placed: dict[str, Placed] | None = None
         self._number = 0
         self._session = secrets.token_hex(8)
@@ -126,12 +129,12 @@ class RemoteReplica:
                 self.transport.arrived(version, message["round"])
 
         ticket = self.transport.ticket(version)
-        with self._lock:
+        with self._turn("to stage and verify", version, deadline):
             self._connected(deadline)  # a new connection knows no plans
             if offer.plan.hash not in self._plans:
                 plan = {"do": "plan", "plan": plan_to_json(offer.plan)}
                 self._request(plan, "to make the plan", version, deadline)
-                self._plans.add(offer.plan.hash)
+                self._plans = [*self._plans, offer.plan.hash][-PLANS_KEPT:]
             message = {"do": "stage", "offer": offer_to_json(offer), "ticket": dict(ticket)}
             answer = self._request(message, "to stage and verify", version, deadline, progress)
         return report_from_json(answer.get("report"))
@@ -157,10 +160,15 @@ class RemoteReplica:
         self.close()
 
     def _ask(self, message: Message, what: str, version: int, deadline: Deadline) -> Message:
+        with self._turn(what, version, deadline):
+            return self._request(message, what, version, deadline)
+
+    @contextlib.contextmanager
+    def _turn(self, what: str, version: int, deadline: Deadline) -> Iterator[None]:
         if not self._lock.acquire(timeout=deadline.remaining()):
             raise deadline.missed(self._source, self.name, f"{what}; another call is under way", version)
         try:
-            return self._request(message, what, version, deadline)
+            yield
         finally:
             self._lock.release()
 

@@ -32,11 +32,7 @@ Score = Callable[[Mapping[str, jax.Array], Sequence[Sequence[int]]], list[np.nda
 
 
 class LocalReplica:
-    """Holds one copy of the leaves that train, in this process; the weights come over any transport.
-
-    digested: target path -> the sender's array, where the sender is in this process: a leaf that comes to stand on
-    these very buffers has been digested already. Set it before `stage`, empty otherwise.
-    """
+    """Holds one copy of the leaves that train, in this process; the weights come over any transport."""
 
     def __init__(
         self,
@@ -49,11 +45,13 @@ class LocalReplica:
         score: Score | None = None,
         numbers: Mapping[int, jax.Device] | None = None,
         source: str = "actor",
+        base_digest: str = "",
     ) -> None:
         """installed: what is there before the first flip. destination: where each of its leaves is declared to be.
         install: makes an engine serve a version; raises SyncError only with the old one still served. score: float32
         log-probabilities of token sequences under a staged tree, for probes. numbers: the plan's device numbers here
-        (default: jax's ids). source: the sender's name, for errors.
+        (default: jax's ids). source: the sender's name, for errors. base_digest: of the frozen weights that are served
+        together with these (`verify.tree_digest` of their leaf digests); empty where there are none.
 
         Raises SyncError if `installed` is not what and where `destination` says.
         """
@@ -68,15 +66,14 @@ class LocalReplica:
                 )
         self.name = name
         self.destination = dict(destination)
-        self.digested: Mapping[str, jax.Array] = {}
         self.transport = transport
         self._install, self._score, self._source = install, score, source
-        self._numbers = numbers
+        self._numbers, self._base_digest = numbers, base_digest
         self._installed = dict(installed)
         self._forms = {path: (leaf.shape, leaf.dtype.name) for path, leaf in installed.items()}
         self._active: PolicyVersion | None = None
         self._staged: tuple[PolicyVersion, dict[str, jax.Array]] | None = None
-        self._attempts = 0
+        self._attempts, self._staging = 0, -1
         self._lock = threading.Lock()
         self._poisoned: str | None = None
 
@@ -105,13 +102,15 @@ class LocalReplica:
             for path, (shape, dtype) in self._forms.items()
         }
 
-    def stage(self, offer: Offer, deadline: Deadline) -> StageReport:
-        """As `Replica.stage`."""
+    def stage(self, offer: Offer, deadline: Deadline, digested: Mapping[str, jax.Array] | None = None) -> StageReport:
+        """As `Replica.stage`. digested: target path -> the sender's array, where the sender is in this process: a leaf
+        that comes to stand on these very buffers has been digested already."""
         with self._lock:
             self._attempts += 1
-            self._staged, mine = None, self._attempts
+            self._staged, self._staging, mine = None, offer.policy.number, self._attempts
+        self._check_base(offer)
         clock = [time.perf_counter()]
-        plan, digested = offer.plan, self.digested
+        plan, digested = offer.plan, digested or {}
         numbers = device_numbers(self.destination.values()) if self._numbers is None else self._numbers
         staged = self.transport.receive(offer.policy.number, plan, self.destination, numbers, deadline)
         self._check_staged(plan, staged.tree)
@@ -154,9 +153,18 @@ class LocalReplica:
     def discard(self, version: int) -> None:
         """As `Replica.discard`; what is still being staged is dropped when it arrives."""
         with self._lock:
-            if self._staged is None or self._staged[0].number == version:
+            if self._staging == version:  # also where it has been staged; a late word about another one is not for it
                 self._attempts += 1
-                self._staged = None
+                self._staged, self._staging = None, -1
+
+    def _check_base(self, offer: Offer) -> None:
+        """An adapter is nothing without the base that it was trained on."""
+        if offer.base_digest != self._base_digest:
+            raise SyncError(
+                f"sync: {offer.policy} belongs to frozen weights of digest {offer.base_digest or 'none'}, "
+                f"{self.name} holds {self._base_digest or 'none'}; load the same base there, and give the replica the "
+                f"digest of what it holds"
+            )
 
     def _check_staged(self, plan: SyncPlan, staged: Mapping[str, jax.Array]) -> None:
         """The transport's word is not taken for it: names, shapes, dtypes and places of what came."""

@@ -19,7 +19,7 @@ from lockstep.errors import SyncError
 from lockstep.sync.channel import MAX_MESSAGE_BYTES, Channel, Listener, Message
 from lockstep.sync.ends import renumbered
 from lockstep.sync.plan import SyncPlan
-from lockstep.sync.remote import RemoteTransport
+from lockstep.sync.remote import PLANS_KEPT, RemoteTransport
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.transport import Deadline
 from lockstep.sync.wire import (
@@ -32,7 +32,6 @@ from lockstep.sync.wire import (
 )
 from lockstep.types import PolicyVersion
 
-PLANS_KEPT = 4
 _ANSWER_S = 30.0  # until an answer is taken off our hands
 _FOREVER_S = 10 * 365 * 86400.0  # between two requests a sampler waits for as long as it takes
 

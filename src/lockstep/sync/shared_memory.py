@@ -134,7 +134,7 @@ def _write(fd: int, data: memoryview, at: int) -> None:
 
 class SharedMemoryTransport:
     """owner: a name for whoever sends, unique on the host; what a killed owner of that name left is removed now. keep:
-    how many released versions stay readable, for an engine that reads in its own time (0: none)."""
+    how many published versions stay readable, for an engine that reads in its own time (0: none)."""
 
     name = "shared-memory"
 
@@ -227,10 +227,19 @@ class SharedMemoryTransport:
                 views.clear()
         return Staged(tree, links, time.perf_counter() - start)
 
+    def forget(self) -> None:
+        """As `Transport.forget`: every version is whole anyway."""
+
     def release(self, version: int, published: bool) -> None:
-        """As `Transport.release`: the segment is withdrawn, or is the newest of those kept."""
-        if version in self._owned:
-            self._released.append(self._owned.pop(version))
+        """As `Transport.release`: the segment is withdrawn, or is the newest of those kept. One that was not published
+        is withdrawn at once and takes no other's place."""
+        owned = self._owned.pop(version, None)
+        if owned is None:
+            return
+        if not published:
+            owned.withdraw()
+            return
+        self._released.append(owned)
         while len(self._released) > self._keep:
             self._released.pop(0).withdraw()
 

@@ -1,6 +1,6 @@
 """One weight sync: select -> map -> plan -> stage -> transfer -> verify -> probe -> flip, all or nothing.
 
-    sync = WeightSync(trainable, [Route(replica, replica.transport, replica.placed)], base=leaf_digests(base))
+    sync = WeightSync(trainable, [Route.local(replica)], base=leaf_digests(base))
     receipt = sync.push(counters.version + 1, actor_adapter)
     counters = counters.published(receipt)
 
@@ -12,49 +12,31 @@ came out alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import jax
 
 from lockstep.cluster.sharding import describe_layout, device_ranges
 from lockstep.errors import SyncError
 from lockstep.models.spec import Leaf
-from lockstep.sync.arrays import device_numbers, in_default_memory, placed, require_live
+from lockstep.sync.arrays import in_default_memory, placed, require_live
 from lockstep.sync.certificate import check as check_plan
 from lockstep.sync.layout import Layout
-from lockstep.sync.local import LocalTransport
 from lockstep.sync.mapping import FormatMap, whole
 from lockstep.sync.plan import LinkModel, Placed, SyncPlan
 from lockstep.sync.planner import make_plan
-from lockstep.sync.publish import Offer, OnFailure, Probe, Published, Publisher, Replica
+from lockstep.sync.publish import Offer, OnFailure, Probe, Published, Publisher
 from lockstep.sync.receipt import SyncReceipt
-from lockstep.sync.replica import LocalReplica
+from lockstep.sync.route import Route, Sending, check_transports
 from lockstep.sync.select import check_names, select
-from lockstep.sync.transport import Deadline, Stored, Transport
+from lockstep.sync.transport import Deadline, Stored
 from lockstep.sync.verify import kind_of, leaf_digests, policy_digest, start_source_digests, tree_digest
 from lockstep.types import PolicyVersion
 
 PHASES = ("select", "map", "stage", "transfer", "verify", "probe", "flip")
 LINKS_SHOWN = 16  # on a receipt; the plan has them all
-
-
-@dataclass(frozen=True)
-class Route:
-    """How the weights get to one replica. transport: the sending side's. destination: what the replica holds, asked on
-    every push. mapping: what becomes what; None where names, shapes and dtypes are equal. serves: False for a replica
-    that only keeps versions for others: it is not probed, and what it writes is not counted as moved."""
-
-    replica: Replica
-    transport: Transport
-    destination: Callable[[], Mapping[str, Placed]]
-    mapping: FormatMap | None = None
-    serves: bool = True
-
-    @classmethod
-    def local(cls, replica: LocalReplica, mapping: FormatMap | None = None) -> Route:
-        """To a replica in this process, over its own transport."""
-        return cls(replica, replica.transport, replica.placed, mapping)
 
 
 @dataclass
@@ -115,7 +97,7 @@ class WeightSync:
             if route.mapping is None:
                 check_names(route.destination(), leaves, f"table of destination shardings of {route.replica.name}")
         self._routes = {route.replica.name: route for route in routes}
-        _check_transports(routes)
+        check_transports(routes)
         keepers = [route.replica.name for route in routes if not route.serves]
         replicas = [route.replica for route in routes]
         self.publisher = Publisher(replicas, on_failure=on_failure, source=source_role, keepers=keepers)
@@ -135,6 +117,24 @@ class WeightSync:
     def reset(self) -> None:
         """Make the object usable again after a failed push. The published version stays; push the weights anew."""
         self._failure = None
+
+    def admit(self, route: Route) -> None:
+        """Take a replica (back) in: one that was dropped, one that stands in for it under its name, or a new one. It
+        serves from the next push on, which brings it everything, however the transport may save bytes otherwise.
+
+        Raises SyncError if a replica of this name is there already, if two share a transport that cannot be shared, or
+        if one without a map holds other leaves than those that train.
+        """
+        name = route.replica.name
+        if name in self.publisher.replicas:
+            raise SyncError(f"sync: a replica called {name!r} is there already; names must differ")
+        if route.mapping is None:
+            check_names(route.destination(), self._leaves, f"table of destination shardings of {name}")
+        check_transports([*(self._routes[other] for other in self.publisher.replicas), route])
+        route.transport.forget()
+        self._planned.pop(name, None)
+        self._routes[name] = route
+        self.publisher.admit(route.replica, keeps=not route.serves)
 
     def push(self, version_number: int, trainable: Mapping[str, jax.Array]) -> SyncReceipt:
         """Make every replica serve `trainable` as `version_number`.
@@ -163,47 +163,77 @@ class WeightSync:
         self._check_number(number)
         source = self._select(trainable)
         clock.lap("select")
-        routes = {name: self._routes[name] for name in self.publisher.replicas}
-        plans = {name: self._plan(route, source) for name, route in routes.items()}
+        routes, failed = self._current(), dict[str, str]()
+        plans = self.publisher.each(
+            "say what it holds, and plan",
+            {name: partial(self._plan, route, source) for name, route in routes.items()},
+            number,
+            deadline.sooner(2 / 3 * deadline.remaining()),
+            failed,
+        )
+        routes = {name: routes[name] for name in plans}
         clock.lap("map")
         here = {path: in_default_memory(leaf) for path, leaf in source.items()}  # nothing computes on offloaded ones
         digests = leaf_digests(here)
         policy = PolicyVersion(number, policy_digest(self._base, digests))
         self._check_repeat(policy)
         offered = {name: offered_digests(plan.mapping, here, digests) for name, plan in plans.items()}
-        del here
         clock.lap("verify")
         moves = any(plans[name].bytes_written for name, route in routes.items() if route.serves)
-        probe = self._probe(source) if self._probe and moves else None
+        probe = self._probe(here) if self._probe and moves else None
+        del here
         if probe is not None:
             clock.lap("probe")
-        base = tree_digest(self._base)
+        base = tree_digest(self._base) if self._base else ""
         offers = {
             name: Offer(policy, plans[name], offered[name], base, probe if route.serves else None)
             for name, route in routes.items()
         }
-        stored, published = self._stage_and_flip(routes, offers, source, deadline, clock)
-        receipt = self._receipt(policy, source, offers, published, stored, clock)
-        self._published, self._syncs = policy, receipt.syncs
-        return receipt
+        sending = Sending(routes, source, number, policy.digest, self._roles[0])
+        try:
+            published = self.publisher.publish(offers, deadline, stages=sending.stages, failed=failed)
+        except BaseException as error:
+            for name, why in sending.release((), deadline).items():
+                error.add_note(f"the transport to {name} failed to release version {number}: {why}")
+            raise
+        # From here on the version is published, whatever else happens.
+        self._published = policy
+        self._syncs += any(published.reports[name].bytes_written for name in self._counted(published))
+        unreleased = sending.release(published.reports, deadline)
+        self._count(clock, published)
+        return self._receipt(source, offers, published, sending.stored, unreleased, clock)
+
+    def _current(self) -> dict[str, Route]:
+        """The routes to the replicas that there are. Raises SyncError for one that came in without a route."""
+        for name, replica in self.publisher.replicas.items():
+            if name not in self._routes or self._routes[name].replica is not replica:
+                raise SyncError(
+                    f"sync: the publisher was given another replica called {name!r} than this object has a route to; "
+                    f"take it in with WeightSync.admit(route)"
+                )
+        return {name: self._routes[name] for name in self.publisher.replicas}
 
     # -- before anything is written ----------------------------------------------------------------------------------
 
     def _check_number(self, number: int) -> None:
-        """Version numbers grow by one; the last one may be pushed again."""
-        last = self._published
-        if number < 0 or (last is not None and number not in (last.number, last.number + 1)):
+        """Version numbers grow by one; the last one may be pushed again. One that some replica may serve though it was
+        not published may be skipped."""
+        last, doubted = self._published, self.publisher.in_doubt
+        allowed = set() if last is None else {last.number, last.number + 1}
+        if last is not None and doubted is not None:
+            allowed |= {doubted.number, doubted.number + 1}
+        if number < 0 or (allowed and number not in allowed):
             wanted = "0 or more" if last is None else f"{last.number + 1} (or {last.number} again, unchanged)"
             raise SyncError(f"sync: version {number} is out of order; expected {wanted}, last published: {last}")
 
     def _check_repeat(self, policy: PolicyVersion) -> None:
         """One number, one content."""
-        last = self._published
-        if last is not None and last.number == policy.number and last.digest != policy.digest:
-            raise SyncError(
-                f"sync: version {policy.number} was published with digest {last.digest} and now has {policy.digest}; "
-                f"weights that changed need a new version number"
-            )
+        for last, was in ((self._published, "was published"), (self.publisher.in_doubt, "may be served somewhere")):
+            if last is not None and last.number == policy.number and last.digest != policy.digest:
+                raise SyncError(
+                    f"sync: version {policy.number} {was} with digest {last.digest} and now has {policy.digest}; "
+                    f"weights that changed need a new version number"
+                )
 
     def _select(self, trainable: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """What trains, once it is known to be what the table says."""
@@ -254,36 +284,14 @@ class WeightSync:
 
     # -- moving and publishing -----------------------------------------------------------------------------------------
 
-    def _stage_and_flip(
-        self,
-        routes: Mapping[str, Route],
-        offers: Mapping[str, Offer],
-        source: Mapping[str, jax.Array],
-        deadline: Deadline,
-        clock: _Clock,
-    ) -> tuple[dict[str, Stored], Published]:
-        """(replica -> what its transport left in a store, what came of the publish)."""
-        stored: dict[str, Stored] = {}
-        numbers = device_numbers(leaf.sharding for leaf in source.values())
-        policy = next(iter(offers.values())).policy
-        local = [route.replica for route in routes.values() if isinstance(route.replica, LocalReplica)]
-        try:
-            for name, route in routes.items():
-                sent = route.transport.send(policy.number, offers[name].plan, source, numbers, deadline, policy.digest)
-                if sent.stored is not None:
-                    stored[name] = sent.stored
-            for replica in local:
-                replica.digested = _untouched(offers[replica.name].plan, source)
-            published = self.publisher.publish(offers, deadline)
-        except BaseException:
-            self._release(routes, policy, ())
-            raise
-        finally:
-            for replica in local:
-                replica.digested = {}
-        self._release(routes, policy, published.reports)
+    def _counted(self, published: Published) -> list[str]:
+        """The replicas whose bytes are what moved: those that serve; where there are only keepers, they."""
+        return [name for name in published.reports if self._routes[name].serves] or list(published.reports)
+
+    @staticmethod
+    def _count(clock: _Clock, published: Published) -> None:
+        """Replicas work side by side: of each phase the slowest counts, what is left is the staging around them."""
         clock.lap("stage")
-        # Replicas work side by side: of each phase the slowest counts, what is left is the staging around them.
         clock.seconds["flip"] = published.seconds["flip"]
         clock.seconds["stage"] -= published.seconds["flip"]
         for phase in ("transfer", "verify", "probe"):
@@ -291,26 +299,18 @@ class WeightSync:
             if spent or phase != "probe":
                 clock.seconds[phase] = clock.seconds.get(phase, 0.0) + spent
             clock.seconds["stage"] = max(0.0, clock.seconds["stage"] - spent)
-        return stored, published
-
-    @staticmethod
-    def _release(routes: Mapping[str, Route], policy: PolicyVersion, published: Collection[str]) -> None:
-        """published: the replicas that have the version now."""
-        for name, route in routes.items():
-            route.transport.release(policy.number, name in published)
 
     def _receipt(
         self,
-        policy: PolicyVersion,
         source: Mapping[str, jax.Array],
         offers: Mapping[str, Offer],
         published: Published,
         stored: Mapping[str, Stored],
+        unreleased: Mapping[str, str],
         clock: _Clock,
     ) -> SyncReceipt:
-        keep = [name for name in published.reports if not self._routes[name].serves]
-        # What is only kept counts as stored, not as moved; where there is nothing else it is what moved.
-        reports = {n: r for n, r in published.reports.items() if n not in keep} or published.reports
+        # What is only kept counts as stored, not as moved.
+        policy, reports = published.policy, {name: published.reports[name] for name in self._counted(published)}
         plans = {name: offers[name].plan for name in reports}
         links = sorted(
             ((a, b, size) for report in reports.values() for (a, b), size in report.link_bytes.items() if size),
@@ -318,19 +318,18 @@ class WeightSync:
         )
         moved = sum(report.bytes_written for report in reports.values())
         first = next(iter(reports))
-        destination = self._routes[first].destination()
         return SyncReceipt(
             version=policy.number,
             digest=policy.digest,
             plan="+".join(dict.fromkeys(plan.hash for plan in plans.values())),
             source=self._roles[0],
             destination=self._roles[1],
-            source_layout=mesh_words(placed(next(iter(source.values()))).layout),
-            destination_layout=mesh_words(next(iter(destination.values())).layout),
+            source_layout=mesh_words(next(iter(plans[first].source.values())).layout),
+            destination_layout=mesh_words(next(iter(plans[first].destination.values())).layout),
             transport="+".join(dict.fromkeys(self._routes[name].transport.name for name in published.reports)),
             replicas=tuple(reports),
             evicted=dict(published.evicted),
-            syncs=self._syncs + (moved > 0),
+            syncs=self._syncs,
             leaves=len(source),
             bytes_selected=sum(leaf.nbytes for leaf in source.values()),
             bytes_planned=sum(plan.bytes_written for plan in plans.values()),
@@ -343,21 +342,10 @@ class WeightSync:
             tree_digest=tree_digest(reports[first].digests),
             leaf_digests=dict(reports[first].digests),
             probed=reports[first].probed,
+            unreleased=dict(unreleased),
             density=next((s.density for s in stored.values() if s.density is not None), None),
             stored={name: asdict(stored[name]) for name in published.reports if name in stored},
         )
-
-
-def _check_transports(routes: Sequence[Route]) -> None:
-    """Raise SyncError where two replicas share what keeps one offer per version."""
-    seen: dict[int, str] = {}
-    for route in routes:
-        name, transport = route.replica.name, route.transport
-        if not isinstance(transport, LocalTransport) and (other := seen.setdefault(id(transport), name)) != name:
-            raise SyncError(
-                f"sync: replicas {other!r} and {name!r} share one transport of kind {transport.name!r}, which holds one "
-                f"offer per version; give each replica a transport of its own"
-            )
 
 
 def offered_digests(mapping: FormatMap, source: Mapping[str, jax.Array], digests: Mapping[str, str]) -> dict[str, str]:
@@ -372,11 +360,6 @@ def offered_digests(mapping: FormatMap, source: Mapping[str, jax.Array], digests
                 same[path] = digests[name]
     changed = {path: target for path, target in mapping.targets.items() if path not in same}
     return same | start_source_digests(source, replace(mapping, targets=changed))() if changed else same
-
-
-def _untouched(plan: SyncPlan, source: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Target path -> the source's array, of the leaves that the plan leaves where they are."""
-    return {path: source[leaf.sources[0]] for path, leaf in plan.leaves.items() if leaf.in_place}
 
 
 def mesh_words(layout: Layout) -> str:

@@ -10,14 +10,20 @@ import numpy as np
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import shardings
 from lockstep.config import Config
-from lockstep.models.spec import Leaf
+from lockstep.models.spec import Leaf, ModelSpec
 from lockstep.rollout.engine import Engine
+from lockstep.sync.delta_files import DeltaFilesTransport
+from lockstep.sync.files_transport import FilesTransport
+from lockstep.sync.folder import FolderReplica
+from lockstep.sync.formats import hf_map
 from lockstep.sync.local import LocalTransport
-from lockstep.sync.mapping import identity_map
+from lockstep.sync.mapping import FormatMap, identity_map
 from lockstep.sync.probe import make_probe, probe_sequences
 from lockstep.sync.publish import Probe
 from lockstep.sync.replica import LocalReplica
-from lockstep.sync.sync import Route, WeightSync
+from lockstep.sync.route import Route
+from lockstep.sync.sync import WeightSync
+from lockstep.sync.verify import leaf_digests, tree_digest
 from lockstep.train.batching import Geometry, MicroBatch, make_micro_batches
 from lockstep.train.forward import score
 from lockstep.train.policy import TRAINABLE_DTYPE, sampler_dtype
@@ -36,8 +42,8 @@ def make_sync(
     engine: Engine,
     base: Mapping[str, str],
 ) -> tuple[WeightSync, LocalReplica]:
-    """The sync and its one replica. leaves: of what trains. sides: (programs, frozen weights) of actor and rollout.
-    installed: the rollout's trained leaves before the first version. base: digests of the frozen weights."""
+    """The sync, and the sampler's replica of it. leaves: of what trains. sides: (programs, frozen weights) of actor and
+    rollout. installed: the rollout's trained leaves before the first version. base: digests of the frozen weights."""
     (actor, actor_frozen), (rollout, rollout_frozen) = sides
     where, dtype = shardings(leaves, rollout.mesh), sampler_dtype(config)
     sampled = Scorer(rollout, rollout_frozen)
@@ -48,14 +54,14 @@ def make_sync(
         LocalTransport(),
         install=lambda policy, tree: engine.install(policy, {**rollout_frozen, **tree}),
         score=sampled,
+        base_digest=_base_digest(base if rollout_frozen is actor_frozen else leaf_digests(rollout_frozen)),
     )
-    mapping = None
-    if dtype != TRAINABLE_DTYPE:
-        forms = {path: (leaf.shape, TRAINABLE_DTYPE) for path, leaf in leaves.items()}
-        mapping = identity_map(forms, {path: (leaf.shape, dtype) for path, leaf in leaves.items()}, cast=True)
+    routes = [Route.local(replica, None if dtype == TRAINABLE_DTYPE else _cast(leaves, dtype))]
+    if config.sync.folder is not None:
+        routes.append(_folder(config, leaves, actor.spec).route())
     sync = WeightSync(
         leaves,
-        [Route.local(replica, mapping)],
+        routes,
         base=base,
         on_failure=config.sync.on_failure,
         deadline_s=config.sync.deadline_s,
@@ -63,6 +69,26 @@ def make_sync(
         probe=_probe_maker(config, Scorer(actor, actor_frozen)),
     )
     return sync, replica
+
+
+def _base_digest(leaves: Mapping[str, str]) -> str:
+    """Of the frozen weights that one side holds; empty where all weights train."""
+    return tree_digest(leaves) if leaves else ""
+
+
+def _cast(leaves: Mapping[str, Leaf], dtype: str) -> FormatMap:
+    forms = {path: (leaf.shape, TRAINABLE_DTYPE) for path, leaf in leaves.items()}
+    return identity_map(forms, {path: (leaf.shape, dtype) for path, leaf in leaves.items()}, cast=True)
+
+
+def _folder(config: Config, leaves: Mapping[str, Leaf], spec: ModelSpec) -> FolderReplica:
+    """The run's versions as folders, whether or not anything moves to the sampler."""
+    settings = config.sync
+    assert settings.folder is not None
+    to = config.model.dtype
+    mapping = hf_map(spec, TRAINABLE_DTYPE, to=to) if settings.folder_format == "hf" else _cast(leaves, to)
+    kind = DeltaFilesTransport if settings.folder_delta else FilesTransport
+    return FolderReplica("folder", mapping, kind(config.run.path / settings.folder, keep=settings.folder_keep))
 
 
 def _probe_maker(config: Config, trained: Scorer) -> Callable[[Mapping[str, jax.Array]], Probe] | None:
