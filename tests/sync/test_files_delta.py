@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lockstep.errors import SyncError
+from lockstep.sync import delta_files
 from lockstep.sync.arrays import placed
 from lockstep.sync.delta_files import DELTA, DeltaFilesTransport
 from lockstep.sync.ends import numbers_from, renumbered
@@ -21,6 +22,7 @@ from lockstep.sync.plan import SyncPlan
 from lockstep.sync.planner import make_plan
 from lockstep.sync.publish import planned_links
 from lockstep.sync.transport import Deadline, Staged
+from lockstep.sync.weight_files import versions
 
 SHAPES = {"w": (64, 48), "norm": (48,), "scale": ()}
 
@@ -55,13 +57,18 @@ class Pair:
         made["w"].reshape(-1)[:changes] += 1
         return {path: jax.device_put(array, self.here[path]) for path, array in made.items()}
 
-    def send(self, version: int, source: dict[str, jax.Array]) -> dict:
-        self.sender.send(version, self.plan, source, {}, Deadline.after(30), f"digest{version}")
-        return json.loads((self.root / f"v{version:06d}" / "manifest.json").read_text())
+    def send(self, version: int, source: dict[str, jax.Array], published: bool | None = True) -> dict:
+        """published: None leaves it open."""
+        self.stored = self.sender.send(version, self.plan, source, {}, Deadline.after(30), f"digest{version}").stored
+        self.receiver.redeem(version, self.sender.ticket(version))
+        manifest = json.loads((self.root / f"v{version:06d}" / "manifest.json").read_text())
+        if published is not None:
+            self.sender.release(version, published)
+        return manifest
 
     def receive(self, version: int, receiver: FilesTransport | None = None) -> Staged:
+        """With the last ticket for it at the pair's own receiver, else by the folder's name alone."""
         receiver = self.receiver if receiver is None else receiver
-        receiver.redeem(version, self.sender.ticket(version))
         return receiver.receive(version, self.plan, self.where, self.numbers, Deadline.after(5))
 
 
@@ -77,7 +84,7 @@ def assert_same(staged: Staged, source: dict[str, jax.Array]) -> None:
 
 def test_few_changes_are_a_small_folder_that_gives_the_whole_tree(pair):
     first = pair.send(1, pair.weights(0))
-    assert first["kind"] == "full" and first["why"] == "full: nothing was sent before"
+    assert first["kind"] == "full" and first["why"] == "full: nothing was published before"
     before = pair.receive(1).tree
     kept = {path: np.array(leaf) for path, leaf in before.items()}
     second = pair.send(2, pair.weights(5))
@@ -103,26 +110,84 @@ def test_what_does_not_pay_or_does_not_follow_is_written_whole_and_says_why(pair
         for path, shape in SHAPES.items()
     }
     assert pair.send(2, noise)["why"].startswith("full: 100.00% of 3,121 elements changed")
-    for version, last in ((2, 2), (4, 2), (3, 4)):
+    assert pair.stored.kind == "full" and pair.stored.density == 1.0 and pair.stored.bytes >= pair.stored.full_bytes
+    for version, last in ((4, 2), (3, 4)):
         manifest = pair.send(version, noise)
         assert manifest["kind"] == "full"
-        assert manifest["why"] == f"full: version {version} does not follow {last}, the last that was sent"
+        assert manifest["why"] == f"full: version {version} does not follow {last}, the last published"
+        assert (pair.stored.density, pair.stored.base, pair.stored.why) == (None, None, manifest["why"])
 
 
-def test_any_other_base_is_refused_and_the_version_sent_again_mends_it(pair):
+def test_only_what_was_published_is_a_base(pair):
+    """A replica refuses a version, and the next one reaches it all the same."""
     pair.send(1, pair.weights(0))
     pair.receive(1)
-    pair.send(2, pair.weights(1))
-    pair.send(3, pair.weights(2))
-    with pytest.raises(SyncError, match="v000003 is a delta from v2:digest2, but v1:digest1 was staged here last"):
-        pair.receive(3)
-    with pytest.raises(SyncError, match="but nothing was staged here last; send the version again, whole"):
-        pair.receive(3, DeltaFilesTransport(pair.root))
-    assert_same(pair.receive(2), pair.weights(1))  # the base is still the right one for this
-    with pytest.raises(SyncError, match="v000002 is a delta from v1:digest1, but v2:digest2 was staged"):
-        pair.receive(2)  # twice does not revert, it is refused
-    assert pair.send(3, pair.weights(2))["kind"] == "full"
-    assert_same(pair.receive(3, DeltaFilesTransport(pair.root)), pair.weights(2))
+    assert pair.send(2, pair.weights(1), published=False)["kind"] == "delta"
+    assert sorted(path.name for path in pair.root.iterdir()) == ["v000001"]
+    for version in (3, 4):
+        manifest = pair.send(version, pair.weights(version))
+        why = "full: version 2 was sent and not published"
+        assert (manifest["kind"], manifest["why"]) == ("full", why) if version == 3 else manifest["kind"] == "delta"
+        assert_same(pair.receive(version), pair.weights(version))
+    pair.send(5, pair.weights(5), published=None)
+    pair.sender.release(5, False)
+    pair.sender.release(5, False)
+    assert "version 5 was sent" in pair.send(5, pair.weights(5))["why"]
+
+
+def test_a_receiver_without_the_base_starts_from_the_last_whole_one(pair):
+    for version in (1, 2, 3):
+        pair.send(version, pair.weights(version))
+    late = DeltaFilesTransport(pair.root)
+    assert_same(pair.receive(3, late), pair.weights(3))
+    assert pair.send(4, pair.weights(4))["kind"] == "delta"
+    assert_same(pair.receive(4, late), pair.weights(4))  # from what it staged
+    shutil.rmtree(pair.root / "v000002")
+    with pytest.raises(
+        SyncError, match="v000003 is a delta from v2:digest2, which was not staged here last and cannot"
+    ):
+        pair.receive(4, DeltaFilesTransport(pair.root))
+    shutil.copytree(pair.root / "v000001", pair.root / "v000002")
+    with pytest.raises(SyncError, match=r"v000003 is a delta from v2:digest2, but .*v000002 holds another"):
+        pair.receive(4, DeltaFilesTransport(pair.root))
+
+
+def test_deltas_end_and_what_they_need_stays(pair, monkeypatch):
+    monkeypatch.setattr(delta_files, "FULL_EVERY", 3)
+    kinds = []
+    for version in range(1, 10):
+        kinds.append(pair.send(version, pair.weights(version))["kind"])
+        whole = version - (version - 1) % 4
+        # Three are kept, and all that the oldest of them starts from.
+        oldest = max(1, version - 2)
+        first = min(oldest - (oldest - 1) % 4, whole)
+        assert versions(pair.root) == list(range(first, version + 1))
+        assert_same(pair.receive(version, DeltaFilesTransport(pair.root)), pair.weights(version))
+    assert kinds == ["full", "delta", "delta", "delta"] * 2 + ["full"]
+    pair.send(10, pair.weights(10))
+    shutil.rmtree(pair.root / "v000010")
+    assert pair.send(11, pair.weights(11))["why"] == "full: the folder of version 10 is gone"
+
+
+def test_a_version_that_is_there_is_kept_and_verified(pair):
+    """A trainer that was started again publishes its checkpoint's version: followers may be reading it."""
+    for version in (1, 2):
+        pair.send(version, pair.weights(version))
+    before = (pair.root / "v000002" / "manifest.json").stat().st_mtime_ns
+    pair.sender = DeltaFilesTransport(pair.root, keep=3)
+    pair.send(2, pair.weights(2), published=None)
+    assert pair.stored.kind == "kept" and pair.stored.bytes == 0
+    read = {path: leaf.copy() for path, leaf in pair.sender.read_back(2)}
+    pair.sender.release(2, True)
+    for path, leaf in pair.weights(2).items():
+        np.testing.assert_array_equal(read[path], leaf)
+    assert (pair.root / "v000002" / "manifest.json").stat().st_mtime_ns == before
+    assert pair.send(3, pair.weights(3))["kind"] == "delta"
+    # One that does not verify stays where it is, for it may be what is served, and is written anew the next time.
+    pair.sender = DeltaFilesTransport(pair.root, keep=3)
+    pair.send(3, pair.weights(3), published=False)
+    assert versions(pair.root) == [1, 2, 3] and pair.stored.kind == "kept"
+    assert pair.send(3, pair.weights(3))["kind"] == "full" and pair.stored.kind == "full"
 
 
 def test_a_receiver_without_deltas_says_what_it_needs(pair):

@@ -224,6 +224,11 @@ def test_released_versions_are_kept_by_count(tmp_path):
         transport._owned[version] = write_segment(path, version, mapping(), source())
         transport.release(version, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"lockstep-actor-v00000{n}-x" for n in (3, 4)]
+    refused = tmp_path / "lockstep-actor-v000005-x"
+    transport._owned[5] = write_segment(refused, 5, mapping(), source())
+    for _ in range(2):
+        transport.release(5, False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"lockstep-actor-v00000{n}-x" for n in (3, 4)]
     transport.close()
     transport.close()
     assert not list(tmp_path.iterdir())

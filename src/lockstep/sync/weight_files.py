@@ -9,7 +9,7 @@ folder without a manifest, with a file missing, cut short, grown or left over, w
 plan, or with one flipped bit in what is read is refused by name.
 
 A reader holds a shared lock on the manifest while it reads, and `prune` passes over folders that are locked. Removal
-is a rename first, so that no reader sees half a folder.
+is a rename first, so that no reader sees half a folder. A version that is written anew is set aside until `settle`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ MANIFEST = "manifest.json"
 BLOCK_BYTES = 4 << 20  # of a leaf per checksum: what is read of a leaf is checked by whole blocks
 MAX_FILE_BYTES = 4 << 30
 _GONE = ".removed-"
+_ASIDE = ".replaced-"
 _SAFETENSORS = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float16": "F16",
@@ -65,8 +66,9 @@ def write_version(
 ) -> Manifest:
     """Write `leaves`, which come in the order of `targets`, and then the manifest: `head` and what describes them.
 
-    A folder of this version that is there already is replaced, unless somebody reads it. Returns the manifest. Raises
-    SyncError; a folder without a manifest may stay behind, which no reader takes and the next write replaces.
+    A complete folder of this version that is there already is set aside (`settle` ends that), unless somebody reads it.
+    Returns the manifest. Raises SyncError; a folder without a manifest may stay behind, which no reader takes and the
+    next write replaces.
     """
     _check_types(targets := list(targets))
     with fresh_folder(root, version) as folder:
@@ -83,17 +85,27 @@ def write_version(
 
 @contextlib.contextmanager
 def fresh_folder(root: Path, version: int) -> Iterator[Path]:
-    """An empty folder for the version, the old one out of the way. Raises SyncError where that cannot be."""
+    """An empty folder for the version, the old one set aside. Raises SyncError where that cannot be; a complete old one
+    is then where it was."""
     folder = folder_of(root, version)
     try:
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob(f"{_GONE}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if folder.exists() and not remove(folder):
+        aside = _aside(root, version)
+        if aside.exists():  # whoever set it aside was killed before it was settled
+            settle(root, version, published=(folder / MANIFEST).is_file())
+        complete = (folder / MANIFEST).is_file()
+        if folder.exists() and not (_moved(folder, aside) if complete else remove(folder)):
             raise SyncError(f"sync: {folder} is being read, so version {version} cannot be written anew; wait, or use "
                             f"a new version number")  # fmt: skip
         folder.mkdir()
-        yield folder
+        try:
+            yield folder
+        except BaseException:
+            if complete:
+                settle(root, version, published=False)
+            raise
         fsync_dir(root)
     except OSError as error:
         raise SyncError(
@@ -110,20 +122,62 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def prune(root: Path, keep: int) -> list[int]:
-    """Remove all but the `keep` newest complete versions (at least one stays), and incomplete ones older than these.
-    What somebody reads stays. Returns what was removed."""
-    kept = versions(root)[-max(1, keep) :]
+def settle(root: Path, version: int, *, published: bool) -> bool:
+    """End the writing of a version. Published: what was set aside for it goes; else the new folder goes, and what was
+    set aside comes back. Returns False, with the new folder still there, while somebody reads it."""
+    folder, aside = folder_of(root, version), _aside(root, version)
+    if published:
+        shutil.rmtree(aside, ignore_errors=True)
+        return True
+    if folder.exists() and not remove(folder):
+        return False
+    if aside.exists():
+        os.rename(aside, folder)
+    return True
+
+
+def prune(root: Path, keep: int, newest: int | None = None) -> list[int]:
+    """Remove all but the `keep` newest complete versions up to `newest` (at least one stays), the bases that deltas
+    among them need, and what is newer; and incomplete ones older than these. What somebody reads stays. Returns what
+    was removed."""
+    there = versions(root)
+    kept = [version for version in there if newest is None or version <= newest][-max(1, keep) :]
+    needed = set(kept)
+    for version in kept:
+        while (base := _base_of(root, version)) is not None and base not in needed:
+            needed.add(version := base)
     removed = []
     for path in sorted(root.glob("v*")) if root.is_dir() else []:
         match = re.fullmatch(r"v(\d{6,})", path.name)
-        if match and kept and int(match[1]) < kept[0] and remove(path):
+        if match and kept and int(match[1]) < kept[0] and int(match[1]) not in needed and remove(path):
             removed.append(int(match[1]))
     return removed
 
 
+def _base_of(root: Path, version: int) -> int | None:
+    """The version that this one is a delta from; None for whole ones, and where that cannot be read."""
+    try:
+        manifest = json.loads((folder_of(root, version) / MANIFEST).read_bytes())
+        return int(manifest["base"]["number"]) if manifest["kind"] == "delta" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _aside(root: Path, version: int) -> Path:
+    return root / f"{_ASIDE}{folder_of(root, version).name}"
+
+
 def remove(folder: Path) -> bool:
     """Remove a version's folder unless somebody reads it; whether it is gone."""
+    gone = folder.with_name(f"{_GONE}{folder.name}-{os.getpid()}")
+    if not _moved(folder, gone):
+        return False
+    shutil.rmtree(gone)
+    return True
+
+
+def _moved(folder: Path, to: Path) -> bool:
+    """Rename a version's folder unless somebody reads it; whether it was."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileNotFoundError):
             file = stack.enter_context(open(folder / MANIFEST, "rb"))
@@ -131,9 +185,7 @@ def remove(folder: Path) -> bool:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-        gone = folder.with_name(f"{_GONE}{folder.name}-{os.getpid()}")
-        os.rename(folder, gone)
-    shutil.rmtree(gone)
+        os.rename(folder, to)
     return True
 
 
