@@ -66,10 +66,11 @@ class Worker:
         command = [str(python_of(kind)), str(HERE / kind.script), json.dumps(setup | {"option": kind.option})]
         env = child_environment(setup["threads"]) | dict(kind.variables)
         with self.log.open("w", encoding="utf-8") as log:
-            # A session of its own: its children can be stopped and ended with it.
+            # A process group of its own: its children are stopped and ended with it. In the same session, so that
+            # the system ends it, stopped or not, when this process is gone.
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=work,
-                start_new_session=True,
+                process_group=0,
             )  # fmt: skip
         self.answers: queue.Queue[str | None] = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -79,7 +80,7 @@ class Worker:
         except Failed:
             self.stop()
             raise
-        self._signal(signal.SIGSTOP)
+        self._suspend()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -103,7 +104,7 @@ class Worker:
         except OSError as error:
             raise self._dead() from error
         finally:
-            self._signal(signal.SIGSTOP)
+            self._suspend()
 
     def _answer(self) -> dict[str, Any]:
         try:
@@ -129,6 +130,12 @@ class Worker:
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
+
+    def _suspend(self) -> None:
+        """Stop all its threads, and wait until they are."""
+        self._signal(signal.SIGSTOP)
+        if self.alive and hasattr(os, "waitid"):
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def stop(self) -> None:
         """End the process and its children."""

@@ -164,13 +164,8 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def stops(pid: int) -> bool:
-    """Whether the process is stopped, or is so soon: a signal takes a moment."""
-    for _ in range(1000):
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
-            return True
-        time.sleep(0.01)
-    return False
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def test_worker_does_jobs_survives_failures_and_is_stopped_in_between(counting: Path) -> None:
@@ -189,13 +184,34 @@ def test_worker_does_jobs_survives_failures_and_is_stopped_in_between(counting: 
             worker_.do(JOB | {"seed": 15})
         assert worker_.alive and worker_.do(JOB | {"seed": 1})["tokens"] == 5
         if Path("/proc/self/stat").is_file():
-            assert stops(worker_.process.pid)
+            assert state(worker_.process.pid) == "T"
         assert "a library's chatter" in worker_.log.read_text()
         with pytest.raises(peers.Failed, match=r"(?s)ended with code .*giving up"):
             worker_.do(JOB | {"seed": 14})
         assert not worker_.alive
     finally:
         worker_.stop()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks the process up in /proc")
+def test_no_worker_outlives_a_benchmark_that_is_killed(counting: Path) -> None:
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from decode_peers import PEERS, PeerKind, Worker
+from pathlib import Path
+PEERS["tunix"] = PeerKind({str(counting / "counting.py")!r}, "")
+worker = Worker("tunix", {SETUP!r}, Path({str(counting)!r}), 60)
+print(worker.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    pid = int(done.stdout)
+    for _ in range(1000):
+        if not Path(f"/proc/{pid}").exists() or "(zombie)" in Path(f"/proc/{pid}/status").read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"worker {pid} is still there")
 
 
 def test_worker_that_cannot_load_or_hangs_says_so(counting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
