@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from lockstep.sync.layout import Layout, MeshShape
 from lockstep.sync.plan import Placed
 from lockstep.sync.planner import make_plan
 from lockstep.sync.publish import Offer, Probe, Publisher, StageReport
-from lockstep.sync.remote import RemoteReplica
+from lockstep.sync.remote import PLANS_KEPT, RemoteReplica
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.replica_server import ReplicaServer
 from lockstep.sync.shared_memory import SharedMemoryTransport
@@ -60,9 +60,11 @@ class Sampler:
     def trainer(self, name: str = "trainer") -> RemoteReplica:
         return RemoteReplica(self.replica.name, self.server.address, TOKEN, self.sender, source=name)
 
-    def offer(self, number: int, value: float | None = None, probe: Probe | None = None) -> Offer:
-        """Send a version whose weights are all `value`, and offer it."""
-        mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    def offer(
+        self, number: int, value: float | None = None, probe: Probe | None = None, devices: Sequence[int] = (0, 1)
+    ) -> Offer:
+        """Send a version whose weights are all `value`, from these devices, and offer it."""
+        mesh = Mesh(np.array([jax.devices()[i] for i in devices]), ("fsdp",))
         filled = np.full(SHAPE, number if value is None else value, np.float32)
         source = {"w": jax.device_put(filled, NamedSharding(mesh, P(None, "fsdp")))}
         plan = make_plan({"w": placed(source["w"])}, (self.asked or self.remote).placed())
@@ -236,6 +238,27 @@ def test_an_unknown_plan_or_no_ticket_is_refused(sampler):
         assert "was it withdrawn?" in bad["error"] and one.server.last_failure == bad["error"]
     finally:
         channel.close()
+
+
+def test_more_plans_than_the_sampler_keeps(sampler):
+    one = sampler()
+    trainers = [(0,), (1,), (2,), (3,), (0, 1), (2, 3)]
+    for number, trainer in enumerate([*trainers, (0,), (2, 3), (1,)], 1):
+        offer = one.offer(number, devices=trainer)
+        one.remote.stage(offer, soon())
+        one.remote.flip(offer.policy, soon())
+        assert one.value() == number
+    assert len(one.server._plans) == len(one.remote._plans) == PLANS_KEPT
+
+
+def test_an_adapter_for_another_base_is_refused(sampler):
+    one = sampler()
+    for base in ("0" * 32, ""):
+        with pytest.raises(
+            SyncError, match=f"belongs to frozen weights of digest {base or 'none'}, rollout holds {BASE}"
+        ):
+            one.remote.stage(replace(one.offer(1), base_digest=base), soon())
+    assert one.remote.active is None
 
 
 def test_an_engine_that_breaks_is_reported_and_the_server_goes_on(sampler):

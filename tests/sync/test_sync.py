@@ -224,6 +224,23 @@ def test_the_probe_runs_on_the_staged_tree_when_something_moved():
         assert not asked or all(asked[1][p] is installed[p] for p in ADAPTER)
 
 
+def test_the_probe_of_an_offloaded_trainer_sees_its_weights_on_the_devices():
+    pair = Pair(PAIRS["colocated"])
+    frozen = pair.rollout[A]
+
+    def scored(tree, sequences):
+        assert {leaf.sharding.memory_kind for leaf in tree.values()} == {frozen.sharding.memory_kind}
+        return [np.full(len(s) - 1, -float((tree[A] * frozen).max()), np.float32) for s in sequences]
+
+    replica = LocalReplica("rollout", pair.rollout, pair.destination, LocalTransport(), score=scored)
+    sync = WeightSync(
+        ADAPTER, [Route.local(replica)], base={},
+        probe=lambda tree: make_probe(lambda s: scored(tree, s), [(1, 2, 3)], True),
+    )  # fmt: skip
+    offloaded = {p: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) for p, x in pair.actor.items()}
+    assert sync.push(0, offloaded).probed == 1
+
+
 def test_outputs_that_do_not_follow_from_the_weights_are_refused():
     pair = Pair()
     old = {p: np.asarray(x) for p, x in pair.rollout.items()}

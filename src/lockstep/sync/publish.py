@@ -24,6 +24,7 @@ from lockstep.types import PolicyVersion
 T = TypeVar("T")
 OnFailure = Literal["abort", "evict"]
 FLIPPING_S = 30.0  # of a deadline, most that is kept from staging for the flips
+TIDYING_S = 5.0  # of what is left of it, most that is waited for replicas that failed
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ class Publisher:
         _, errors = attempt_all(calls, "flip", policy.number, flipping, self._source)
         failed |= {name: say(error) for name, error in errors.items()}
         asked = {name: partial(_settle, self.replicas[name], policy) for name in errors}
-        serves, unknown = attempt_all(asked, "settle", policy.number, deadline, self._source)
+        serves, unknown = attempt_all(asked, "settle", policy.number, deadline.at_most(TIDYING_S), self._source)
         # Where only the answer got lost, all is well: this is the version that was staged and verified there.
         late = [name for name, active in serves.items() if active == policy]
         for name in late:
@@ -288,7 +289,7 @@ class Publisher:
     def _discard(self, names: Iterable[str], policy: PolicyVersion, deadline: Deadline) -> None:
         """What cannot be told of it can only ever serve this version if it is told to flip to it."""
         calls = {name: partial(self.replicas[name].discard, policy.number) for name in names if name in self.replicas}
-        attempt_all(calls, "discard", policy.number, deadline, self._source)
+        attempt_all(calls, "discard", policy.number, deadline.at_most(TIDYING_S), self._source)
 
 
 def _flip_one(replica: Replica, policy: PolicyVersion, deadline: Deadline) -> None:

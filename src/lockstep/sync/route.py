@@ -19,9 +19,18 @@ from lockstep.sync.attempts import attempt_all, say
 from lockstep.sync.local import LocalTransport
 from lockstep.sync.mapping import FormatMap
 from lockstep.sync.plan import Placed, SyncPlan
-from lockstep.sync.publish import Offer, Replica, Stage, StageReport
+from lockstep.sync.publish import TIDYING_S, Offer, Replica, Stage, StageReport
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.transport import Deadline, Stored, Transport
+
+
+@dataclass
+class _Sender:
+    """What one push over a route leaves to the next. busy: held by a send. owed: version -> whether it was published;
+    of those whose release has not come to its end."""
+
+    busy: threading.Lock = field(default_factory=threading.Lock)
+    owed: dict[int, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Route:
     destination: Callable[[], Mapping[str, Placed]]
     mapping: FormatMap | None = None
     serves: bool = True
-    sending: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # held by a send
+    sender: _Sender = field(default_factory=_Sender, repr=False, compare=False)
 
     @classmethod
     def local(cls, replica: LocalReplica, mapping: FormatMap | None = None) -> Route:
@@ -73,15 +82,19 @@ class Sending:
         return {name: partial(self._stage, route) for name, route in self._routes.items()}
 
     def release(self, published: Collection[str], deadline: Deadline) -> dict[str, str]:
-        """Release what was sent. published: the replicas that have the version now. Returns replica -> why, of those
-        whose transport failed at it; raises nothing."""
+        """Release what was sent, and what an earlier push failed to release. published: the replicas that have the
+        version now. Returns replica -> why, of those whose transport failed at it; raises nothing."""
         self._released.set()
-        calls = {
-            name: partial(route.transport.release, self._version, name in published)
-            for name, route in self._routes.items()
-        }
-        _, errors = attempt_all(calls, "release", self._version, deadline, self._role)
+        calls = {name: partial(self._let_go, route, name in published) for name, route in self._routes.items()}
+        _, errors = attempt_all(calls, "release", self._version, deadline.at_most(TIDYING_S), self._role)
         return {name: say(error) for name, error in errors.items()}
+
+    def _let_go(self, route: Route, published: bool) -> None:
+        owed = route.sender.owed
+        owed[self._version] = published
+        for version, known in list(owed.items()):
+            route.transport.release(version, known)
+            owed.pop(version, None)
 
     def _stage(self, route: Route, offer: Offer, deadline: Deadline) -> StageReport:
         self._send(route, offer.plan, deadline)
@@ -93,7 +106,7 @@ class Sending:
 
     def _send(self, route: Route, plan: SyncPlan, deadline: Deadline) -> None:
         name, transport = route.replica.name, route.transport
-        if not route.sending.acquire(timeout=deadline.remaining()):
+        if not route.sender.busy.acquire(timeout=deadline.remaining()):
             raise deadline.missed(self._role, f"replica {name!r}", "an earlier send is under way still", self._version)
         try:
             sent = transport.send(self._version, plan, self._source, self._numbers, deadline, self._digest)
@@ -102,7 +115,7 @@ class Sending:
         finally:
             if self._released.is_set():  # nobody waits for it any more
                 transport.release(self._version, False)
-            route.sending.release()
+            route.sender.busy.release()
 
 
 def _untouched(plan: SyncPlan, source: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -44,6 +44,11 @@ class Deadline:
         """One that ends so much earlier, for a part of the work."""
         return Deadline(self.started, self.ends - seconds)
 
+    def at_most(self, seconds: float) -> Deadline:
+        """This one, or so many seconds from now if that is sooner."""
+        now = time.monotonic()
+        return Deadline(now, now + seconds) if now + seconds < self.ends else self
+
     def missed(self, who: str, whom: str, what: str, version: int) -> SyncError:
         """The error to raise when it has passed: who waited for whom, for what, since when, at which version."""
         waited = time.monotonic() - self.started
