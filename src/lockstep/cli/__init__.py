@@ -1,7 +1,8 @@
 """The command line. Thin: each command reads its words, calls one function of the package, prints what comes back.
 
-Exit codes: 0 done; 2 the user can mend it (a `LockstepError`, printed without a traceback, or wrong words);
-130 interrupted; 1 anything else, which is a fault of ours and shows its traceback.
+Exit codes: 0 done; 2 the user can mend it (a `LockstepError`, printed without a traceback, or wrong words); 3 the
+audit was carried out and found something; 130 interrupted; 1 anything else, which is a fault of ours and shows its
+traceback.
 
 Everything heavy is imported inside the command that needs it, so `lockstep --help` answers at once.
 """
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep.cli.audit import add_audit
 from lockstep.cli.models import add_generate, add_models
 from lockstep.cli.plan import add_plan
 from lockstep.cli.results import add_results
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What a model wrote may hold characters that the terminal's encoding has not.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        options.command(options)
+        code: int | None = options.command(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has left (`| head`): nothing is wrong, and nobody is there to be told. Python would flush again.
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(options, f"{where}{e.strerror or e} (--traceback shows where)", EXIT_USER_ERROR)
     except KeyboardInterrupt:
         return _failed(options, None, EXIT_INTERRUPTED)
-    return 0
+    return code or 0
 
 
 def _failed(options: argparse.Namespace, message: str | None, code: int) -> int:
@@ -94,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(
-        name: str, command: Callable[[argparse.Namespace], None], help: str, **more: Any
+        name: str, command: Callable[[argparse.Namespace], int | None], help: str, **more: Any
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name, help=help, description=help, parents=[common], allow_abbrev=False,
@@ -107,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_models(add, common)
     add_generate(add)
     add_plan(add)
+    add_audit(add)
     add_keys(add)
     add_results(add)
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cli.words import Add, run_directory, say
@@ -11,25 +12,27 @@ from lockstep.text import did_you_mean
 
 _RUN_FLAGS = ("--dry-run", "--traceback", "--help", "-h")
 _RUN_VALUES = ("--resume", "--name")
+AUDIT_VALUES = ("--json",)
 
 
 def split_run_words(words: list[str]) -> tuple[list[str], list[str]]:
     """Take the overrides out of the words of `run`, before argparse meets them: it would take `1e-3` of `--optim.lr
-    1e-3` for the recipe, and `-1` for an option. Every `--word` that is not an option of `run` is an override; to
-    `plan`, which has many options, only a `--section.key` is one."""
+    1e-3` for the recipe, and `-1` for an option. Every `--word` that is not an option of `run`, or of `audit`, is an
+    override; to `plan`, which has many options, only a `--section.key` is one."""
     command = next((word for word in words if word != "--traceback"), None)
-    if command not in ("run", "plan"):  # what another command does not know, argparse refuses
+    if command not in ("run", "plan", "audit"):  # what another command does not know, argparse refuses
         return words, []
     own: list[str] = []
     overrides: list[str] = []
     rest = list(words)
+    values = AUDIT_VALUES if command == "audit" else _RUN_VALUES
     while rest:
         word = rest.pop(0)
         name, equals, _ = word.partition("=")
         if not name.startswith("--") or name in _RUN_FLAGS or (command == "plan" and "." not in name):
             own.append(word)
         else:
-            kept = own if name in _RUN_VALUES else overrides
+            kept = own if name in values else overrides
             kept.append(word)
             if not equals and rest:
                 kept.append(rest.pop(0))
@@ -41,7 +44,7 @@ def _run(options: argparse.Namespace) -> None:
     from lockstep.overrides import apply_overrides
 
     overrides = list(options.overrides)
-    _refuse_mistyped_options(overrides, list(Config.model_fields))
+    refuse_mistyped_options(overrides, list(Config.model_fields), (*_RUN_FLAGS, *_RUN_VALUES))
     apply_overrides(Config, {}, overrides, Path.cwd())  # a mistyped key first: it may have swallowed the recipe
     if options.resume is not None:
         if options.recipe is not None or options.name is not None:
@@ -70,13 +73,13 @@ def _run(options: argparse.Namespace) -> None:
     print(f"run directory: {run(config, resume=resume)}")
 
 
-def _refuse_mistyped_options(overrides: list[str], sections: list[str]) -> None:
+def refuse_mistyped_options(overrides: list[str], sections: list[str], options: Sequence[str]) -> None:
     """`--dryrun` is an option mistyped rather than an unknown key."""
     for word in overrides:
         name = word.partition("=")[0]
         if not name.startswith("--") or "." in name or name.removeprefix("--") in sections:
             continue
-        near = did_you_mean(name, [*_RUN_FLAGS, *_RUN_VALUES], cutoff=0.75)
+        near = did_you_mean(name, options, cutoff=0.75)
         if near:
             raise ConfigError(f"unknown option {name}{near}")
 
