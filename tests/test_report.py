@@ -78,7 +78,9 @@ def receipt(step: int, version: int, moved: int = 0) -> dict[str, Any]:
         "same_buffers": moved == 0,
         "seconds": {"select": 0.001, "map": 0.001, "stage": 0.002, "transfer": 0.1, "verify": 0.03, "flip": 0.0},
         "probed": 2,
+        "transport": "local",
         "density": None,
+        "stored": {},
     }
 
 
@@ -349,20 +351,28 @@ def test_moved_bytes_are_summed(tmp_path: Path) -> None:
         log.write(receipt(2, 2, moved=2**20))
     text = text_of(report(run))
     assert "3 published, 1 on the same buffers (nothing runs), 2 moved, 4 MiB in all" in text
-    assert "moved 3 MiB 3 MiB 1.5 MiB 2 0.134 -" in text and receipt(1, 1, moved=3 * 2**20)["plan"][:12] in text
+    assert (
+        "moved local 3 MiB 3 MiB 1.5 MiB - - 2 0.134 -" in text and receipt(1, 1, moved=3 * 2**20)["plan"][:12] in text
+    )
 
 
 def test_syncs_are_drawn(tmp_path: Path) -> None:
     run = build(tmp_path / "run", 0)
     with StepLog(run / "receipts.jsonl", once_per_step=False) as log:
         log.write(receipt(1, 1, moved=2**20))
-        log.write(receipt(2, 2, moved=2**20) | {"density": 0.031, "evicted": {"rollout-1": "hung"}})
+        log.write(receipt(2, 2, moved=2**20) | {
+            "density": 0.031,
+            "evicted": {"rollout-1": "hung"},
+            "transport": "local+files",
+            "stored": {"folder": {"kind": "delta", "bytes": 2**19, "density": 0.031, "why": "delta: small"}},
+        })  # fmt: skip
     page = report(run)
     text = text_of(page)
     for title in ("Where a sync's time went", "Bytes per sync", "Density of the delta"):
         assert title in text
     assert "Every sync wrote just what its plan said." in text and "Replicas dropped on the way: rollout-1." in text
-    assert "last 3.1" in text and "rollout-1" in text
+    assert "last 3.1" in text and "rollout-1: hung" in text  # with the reason
+    assert "local+files" in text and "delta, 512 KiB 3.1" in text
     with StepLog(run / "receipts.jsonl", once_per_step=False) as log:
         log.write(receipt(3, 3, moved=2**20) | {"bytes_planned": 2**19})
     assert "1 sync wrote other bytes than planned!" in text_of(report(run))
@@ -373,7 +383,9 @@ def test_receipts_of_another_time_are_no_trouble(tmp_path: Path) -> None:
     run = build(tmp_path / "run", 0)
     with StepLog(run / "receipts.jsonl", once_per_step=False) as log:
         log.write({"step": 1, "version": 1})
-        log.write({"step": 2, "version": "2", "seconds": 0.5, "evicted": "nobody", "bytes_moved": 5})
+        log.write(
+            {"step": 2, "version": "2", "seconds": 0.5, "evicted": "nobody", "bytes_moved": 5, "stored": {"x": 1}}
+        )
         log.write(receipt(3, 3) | {"density": 1e308, "seconds": {"map": 1e308, "odd": 1.0}, "bytes_planned": None})
     assert "4 published" in text_of(report(run))
 

@@ -20,7 +20,7 @@ from pydantic import model_validator
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
 from lockstep.rollout_section import RolloutConfig
-from lockstep.schema import REQUIRED, Problems, Section, key, plain, validate
+from lockstep.schema import REQUIRED, Problems, Section, key, literal, plain, validate
 from lockstep.sections import (
     ROLES,
     AlgorithmConfig,
@@ -135,7 +135,21 @@ def _misfits(config: Config) -> Iterator[str]:
             f"`optim.warmup_steps` = {config.optim.warmup_steps} is more than `run.steps` = {config.run.steps}: the "
             "learning rate would never reach `optim.lr`; use fewer"
         )
+    yield from _folder_misfits(config)
     yield from _kl_misfits(algorithm)
+
+
+def _folder_misfits(config: Config) -> Iterator[str]:
+    sync, plain_sync = config.sync, SyncConfig()
+    if sync.folder is None:
+        for name in ("folder_format", "folder_delta", "folder_keep"):
+            if (value := getattr(sync, name)) != getattr(plain_sync, name):
+                yield f"`sync.{name}` = {literal(value)} has no effect without `sync.folder`; name one, or leave it out"
+    elif sync.folder_format == "hf" and config.lora is not None:
+        yield (
+            '`sync.folder_format` = "hf" with `[lora]`: Hugging Face names are of whole models, and what trains is the '
+            'adapter; use "native", or leave `[lora]` out'
+        )
 
 
 def _kl_misfits(algorithm: AlgorithmConfig) -> Iterator[str]:

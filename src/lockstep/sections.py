@@ -363,6 +363,17 @@ class SyncConfig(Section):
     probe_sequences: Int = key(
         2, "Token sequences that trainer and sampler must score alike before a version is served; 0: none.", ge=0
     )
+    folder: str | None = key(
+        None,
+        "Also write every published version, in `model.dtype`, below this folder for other processes to follow. "
+        "Relative to the run directory; no two runs may share one.",
+        min_length=1,
+    )
+    folder_format: Literal["native", "hf"] = key(
+        "native", "Names and shapes in `folder`. native: as in checkpoints. hf: as Hugging Face (every weight trains)."
+    )
+    folder_delta: Bool = key(False, "Write only what changed since the last version into `folder` where that is less.")
+    folder_keep: Int = key(2, "Published versions that stay in `folder`, and what their deltas start from.", ge=1)
 
 
 class NumericsConfig(Section):

@@ -80,7 +80,8 @@ def receipt_row(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """One line of the table."""
     seconds = receipt.get("seconds")
     total = sum(seconds.values()) if isinstance(seconds, Mapping) else seconds
-    evicted = receipt.get("evicted")
+    evicted, stored = receipt.get("evicted"), receipt.get("stored")
+    density = _number(receipt.get("density"))
     return {
         "step": receipt.get("step"),
         "version": receipt.get("version"),
@@ -92,8 +93,18 @@ def receipt_row(receipt: Mapping[str, Any]) -> dict[str, Any]:
         "crossing": receipt.get("bytes_crossing"),
         "probed": receipt.get("probed"),
         "seconds": total,
-        "evicted": ", ".join(map(str, evicted)) if isinstance(evicted, Mapping) else "",
+        "transport": str(receipt.get("transport") or ""),
+        "stored": "; ".join(map(_stored_words, stored.values())) if isinstance(stored, Mapping) else "",
+        "density": None if density is None else 100 * density,
+        "evicted": "; ".join(f"{name}: {why}" for name, why in evicted.items()) if isinstance(evicted, Mapping) else "",
     }
+
+
+def _stored_words(stored: Any) -> str:
+    """`delta, 2.6 MiB`: of one replica."""
+    if not isinstance(stored, Mapping) or _number(stored.get("bytes")) is None:
+        return "-"
+    return f"{stored.get('kind', '?')}, {format_bytes(int(stored['bytes']))}"
 
 
 def sync_summary(run: RunData) -> str:

@@ -25,9 +25,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.cluster.sharding import describe_layout
 from lockstep.errors import SyncError
 from lockstep.sync import codes
+from lockstep.sync.hosted import gather
 from lockstep.sync.select import listed
 from lockstep.text import format_bytes
 from lockstep.types import PolicyVersion
@@ -186,23 +186,13 @@ def apply(delta: Delta, installed: Mapping[str, Array], installed_policy: Policy
     return {path: _apply_leaf(path, leaf, installed[path]) for path, leaf in delta.leaves.items()}
 
 
-def choose(delta: Delta, full_bytes: int, *, link_gbps: float | None = None, coding_s: float = 0.0) -> tuple[bool, str]:
-    """(whether to send the delta, why), for the receipt.
-
-    full_bytes: what crosses without it. link_gbps (10^9 bits a second): what the bytes cross; where it is known, what
-    they save must be worth coding_s, the seconds spent on both sides to encode and apply.
-    """
+def choose(delta: Delta, full_bytes: int) -> tuple[bool, str]:
+    """(whether to send the delta, why), for the receipt. full_bytes: what crosses without it."""
     crosses, share = delta.coded_bytes, f"{delta.density:.2%} of {delta.elements:,} elements changed"
     if crosses >= full_bytes:
         return False, (
             f"full: {share}; as a delta {format_bytes(crosses)} would cross, which is no less than the "
             f"{format_bytes(full_bytes)} of the full plan"
-        )
-    saved_s = (full_bytes - crosses) * 8 / (link_gbps * 1e9) if link_gbps else None
-    if saved_s is not None and saved_s <= coding_s:
-        return False, (
-            f"full: {share}; at {link_gbps:g} Gbit/s the delta saves {saved_s:.3g} s of transfer and costs "
-            f"{coding_s:.3g} s of coding"
         )
     return True, f"delta: {share}; {format_bytes(crosses)} cross instead of {format_bytes(full_bytes)}"
 
@@ -287,19 +277,8 @@ def _bits(path: str, leaf: np.ndarray) -> np.ndarray:
 
 
 def _host(path: str, leaf: Array) -> np.ndarray:
-    """The whole leaf in host memory; a view where it lies there in one piece. (`np.asarray` of a sharded array would
-    keep its copy for as long as the array lives.)"""
-    if isinstance(leaf, np.ndarray):
-        return leaf
-    if not leaf.is_fully_addressable:
-        raise SyncError(f"delta: other processes hold parts of {path} ({describe_layout(leaf.sharding)})")
-    if leaf.sharding.is_fully_replicated:
-        return np.asarray(leaf.addressable_shards[0].data)
-    whole = np.empty(leaf.shape, leaf.dtype)
-    for shard in leaf.addressable_shards:
-        if shard.replica_id == 0:
-            whole[shard.index] = np.asarray(shard.data)
-    return whole
+    """The whole leaf in host memory; a view where it lies there in one piece."""
+    return leaf if isinstance(leaf, np.ndarray) else gather(path, leaf)
 
 
 def _garbled(path: str, why: str) -> SyncError:

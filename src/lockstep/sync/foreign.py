@@ -66,7 +66,7 @@ def checksums(data: memoryview, block_bytes: int, which: Iterable[int] | None = 
 
     if len(numbers) < 2:
         return [one(number) for number in numbers]
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(threads_here()) as pool:
         return list(pool.map(one, numbers))
 
 
@@ -203,5 +203,6 @@ class Segment:
             self._file.close()  # what went wrong holds views still, and says more
 
 
-def _threads() -> int:
+def threads_here() -> int:
+    """Cores that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

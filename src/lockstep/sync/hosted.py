@@ -41,7 +41,8 @@ def said_as_sync_error(what: str) -> Iterator[None]:
 
 
 def gather(path: str, leaf: jax.Array) -> np.ndarray:
-    """The whole leaf on the host; the shard's own memory where one shard is all of it."""
+    """The whole leaf on the host; the shard's own memory where one shard is all of it. (`np.asarray` of a sharded array
+    would keep its copy for as long as the array lives.)"""
     if not leaf.is_fully_addressable:
         raise SyncError(f"sync: other processes hold parts of {path} ({describe_layout(leaf.sharding)})")
     if leaf.sharding.is_fully_replicated:

@@ -19,7 +19,7 @@ from lockstep.sync.arrays import in_default_memory
 from lockstep.sync.moves import Move, Prepared, Shape, Span, covers
 from lockstep.sync.plan import SyncPlan
 
-Parts = dict[int, jax.Array]
+OnDevices = dict[int, jax.Array]
 
 
 def carry_out(
@@ -34,7 +34,7 @@ def carry_out(
     """Every leaf that the plan writes, in buffers of its own; arguments as `local_host.carry_out`."""
     read = {name for path in prepared.parts for name in plan.leaves[path].sources}
     shards = {path: {s.device.id: s.data for s in in_default_memory(source[path]).addressable_shards} for path in read}
-    parts: dict[str, Parts] = {path: {} for path in prepared.parts}
+    parts: dict[str, OnDevices] = {path: {} for path in prepared.parts}
     for moves in prepared.rounds:
         check()
         blocks = []
@@ -98,7 +98,7 @@ def _slice(
     return lax.squeeze(block, drop).transpose(order).reshape(shape).astype(dtype)
 
 
-def put_in(parts: Parts, move: Move, block: jax.Array, shape: Shape, dtype: str) -> None:
+def put_in(parts: OnDevices, move: Move, block: jax.Array, shape: Shape, dtype: str) -> None:
     """Write an arrived block into the receiver's part."""
     if covers(move.write, shape):
         parts[move.receiver] = to_wire(block, dtype)
@@ -121,7 +121,7 @@ def _write(part: jax.Array, block: jax.Array, starts: jax.Array, sizes: Shape, s
 
 
 def assemble(
-    parts: Parts,
+    parts: OnDevices,
     dtype: str,
     shapes: Mapping[int, Shape],
     shape: Shape,

@@ -7,7 +7,6 @@ Nothing is staged in between. `local_device` is the way that works everywhere an
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lockstep.cluster.devices import HostMemory, host_view
+from lockstep.sync.foreign import threads_here
 from lockstep.sync.local_device import to_wire
 from lockstep.sync.moves import Move, Prepared
 from lockstep.sync.parts import adopted, copy, fresh
@@ -41,7 +41,7 @@ def carry_out(
     """Every leaf that the plan writes, in buffers of its own. moved: told of each move, and the bytes it had. check:
     called between rounds; raises when there is no time left. memory: where the buffers come from."""
     parts = {path: fresh(plan, prepared, path, memory) for path in prepared.parts}
-    threads = _threads()
+    threads = threads_here()
     with ThreadPoolExecutor(threads) as pool:
         for moves in prepared.rounds:
             check()
@@ -77,10 +77,6 @@ class _Wires:
 def _relayed(plan: SyncPlan, parts: Mapping[str, Mapping[int, np.ndarray]], move: Move) -> np.ndarray:
     """What the sender got in an earlier round, in the type that crosses."""
     return parts[move.target][move.sender][move.read_at].astype(plan.leaves[move.target].wire_dtype, copy=False)
-
-
-def _threads() -> int:
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def _copy_all(pool: ThreadPoolExecutor, threads: int, copies: list[Copy]) -> None:
