@@ -281,3 +281,24 @@ def test_a_send_that_hangs_over_a_push_is_not_mixed_with_the_next():
     world.sync.reset()
     world.sync._deadline_s = 20
     assert world.sync.push(1, weights(2)).policy == one.serving
+
+
+@pytest.mark.parametrize("on_failure", ["abort", "evict"])
+def test_one_that_only_keeps_versions_does_not_count_and_comes_last(on_failure):
+    serves, keeps = (replica(f"r{next(numbers)}", device) for device in (1, 2))
+    routes = [Route(keeps, keeps.transport, keeps.placed, serves=False), Route.local(serves)]
+    sync = WeightSync(LEAVES, routes, base={}, on_failure=on_failure)
+    first = sync.push(1, weights(1))
+    assert first.replicas == (serves.name,) and serves.serving == keeps.serving == first.policy
+    # Without one that serves nothing is published, and nothing kept as if it were.
+    for call in ("stage", "flip"):
+        serves.transport.trouble.calls[call] = "raises"
+        with pytest.raises(SyncError, match=f"replica '{serves.name}': RuntimeError: no {call}"):
+            sync.push(2, weights(2))
+        assert serves.serving == keeps.serving == sync.published == first.policy
+        serves.transport.trouble.calls.clear()
+        sync.reset()
+    keeps.transport.trouble.calls["flip"] = "raises"
+    receipt = sync.push(2, weights(2))
+    assert (receipt.replicas, list(receipt.evicted)) == ((serves.name,), [keeps.name])
+    assert serves.serving == receipt.policy and keeps.serving == first.policy

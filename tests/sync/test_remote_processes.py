@@ -127,7 +127,7 @@ def weights(seed: int) -> dict[str, jax.Array]:
 
 
 def test_the_documented_pair_syncs(spawn) -> None:
-    sampler_code, trainer_code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    sampler_code, trainer_code, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     sampler = spawn(sampler_code)
     trainer = spawn(trainer_code, sampler.stdout.readline().strip())
     said, _ = trainer.communicate(timeout=120)

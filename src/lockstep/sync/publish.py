@@ -243,10 +243,11 @@ class Publisher:
         """Flip all, adding those that do not to `failed`. Raises SyncError when none has flipped, and none may any more
         (abort) or can (no replica left).
 
-        Under abort the first one goes alone: while nothing has flipped, its failure still stops the others.
+        Under abort the first one goes alone: while nothing has flipped, its failure still stops the others. Keepers
+        come last, when it is certain that the version is published.
         """
         names = sorted(staged, key=lambda name: name in self._keepers)
-        first = names[:1] if self._on_failure == "abort" else names
+        first = names[:1] if self._on_failure == "abort" else self._serving(names)
         before, self.in_doubt = self.in_doubt, policy
         done, doubted = self._flip_some(first, policy, failed, flipping, deadline)
         if not self._serving(done):
