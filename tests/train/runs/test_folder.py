@@ -131,10 +131,10 @@ def test_a_resumed_run_goes_on_in_its_folder(kit, train, follow, tmp_path):
         np.testing.assert_array_equal(held[2][name], leaf)
 
 
-def test_a_folder_that_fails_is_a_replica_that_fails(kit, opened, tmp_path):
+def test_a_folder_that_fails_is_a_replica_that_fails(kit, opened, follow, tmp_path):
     """abort: nothing is published, the old version goes on; evict: the run goes on without the folder."""
     for mode in ("abort", "evict"):
-        config = kit.config(tmp_path / mode, *SHORT, f"--sync.on_failure={mode}")
+        config = kit.config(tmp_path / mode, *SHORT, "--sync.folder_delta=true", f"--sync.on_failure={mode}")
         root = config.run.path / "weights"
         with opened(config) as loop:
             loop.start()
@@ -149,6 +149,28 @@ def test_a_folder_that_fails_is_a_replica_that_fails(kit, opened, tmp_path):
                 assert loop.cluster.replica.active == sync.published and sync.published.number == 1
                 assert "v000001" in sync.publisher.evicted["folder"]
             assert current(root) == good and versions(root) == [0]
+        if mode == "evict":
+            assert follow["read"](good)[0] == 0
+            assert read_jsonl(config.run.path / "receipts.jsonl").records[-1]["stored"] == {}
+
+
+def test_a_folder_comes_back_whole_and_goes_on_as_deltas(kit, opened, follow, tmp_path):
+    config = kit.config(tmp_path, *SHORT, "--sync.folder_delta=true", "--sync.on_failure=evict", "--run.steps=4")
+    root = config.run.path / "weights"
+    with opened(config) as loop:
+        loop.start()
+        route = loop.cluster.sync._routes["folder"]
+        blocked = root / "v000001"
+        blocked.write_text("in the way")
+        loop.step()
+        blocked.unlink()
+        loop.cluster.sync.admit(route)
+        for _ in range(2):
+            loop.step()
+        assert_holds(follow["read"](current(root)), loop, config.model.dtype)
+    whys = [r["stored"].get("folder", {}).get("why") for r in read_jsonl(config.run.path / "receipts.jsonl").records]
+    assert whys[:3] == ["full: nothing was published before", None, "full: the receiver may have lost what it had"]
+    assert whys[3].startswith(("delta: ", "full: 100.00%"))  # whichever is less
 
 
 def test_settings_that_do_nothing_or_cannot_be(kit, tmp_path):
