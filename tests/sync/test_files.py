@@ -15,7 +15,16 @@ from lockstep.errors import SyncError
 from lockstep.sync import weight_files
 from lockstep.sync.foreign import WeightsError
 from lockstep.sync.mapping import Target, whole
-from lockstep.sync.weight_files import VersionFolder, folder_of, prune, remove, versions, write_version
+from lockstep.sync.weight_files import (
+    MANIFEST,
+    VersionFolder,
+    folder_of,
+    prune,
+    remove,
+    settle,
+    versions,
+    write_version,
+)
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32", "bool", "float64")
 
@@ -197,6 +206,37 @@ def test_a_version_is_replaced_unless_it_is_read(tmp_path):
     with VersionFolder(folder_of(tmp_path, 1)) as opened:
         assert opened.manifest == manifest
         np.testing.assert_array_equal(opened.read("m1.bfloat16", whole_region((7, 5))), leaves(1)[4][1])
+
+
+def test_a_version_that_is_replaced_comes_back_unless_the_new_one_is_published(tmp_path):
+    old = write(tmp_path, 1, 0)
+    new = write(tmp_path, 1, 1)
+    assert versions(tmp_path) == [1] and new != old
+    with VersionFolder(folder_of(tmp_path, 1)):
+        assert not settle(tmp_path, 1, published=False)  # somebody reads the new one
+    assert settle(tmp_path, 1, published=False) and settle(tmp_path, 1, published=True)
+    with VersionFolder(folder_of(tmp_path, 1)) as opened:
+        assert opened.manifest == old
+
+    made = leaves(1)
+
+    def breaks():
+        yield from made[:2]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(SyncError, match="is the disk full"):
+        write_version(tmp_path, 1, [t for t, _ in made], breaks(), {}, 300)
+    read_all(folder_of(tmp_path, 1))
+    write(tmp_path, 1, 1)
+    (folder_of(tmp_path, 1) / MANIFEST).unlink()  # killed while it was written: the old one is what there is
+    write(tmp_path, 1, 2)
+    assert settle(tmp_path, 1, published=False)
+    with VersionFolder(folder_of(tmp_path, 1)) as opened:
+        assert opened.manifest == old
+    write(tmp_path, 1, 1)
+    assert settle(tmp_path, 1, published=True) and [path.name for path in tmp_path.iterdir()] == ["v000001"]
+    with VersionFolder(folder_of(tmp_path, 1)) as opened:
+        assert opened.manifest == new
 
 
 def test_what_was_read_stays_when_the_folder_goes(tmp_path):
