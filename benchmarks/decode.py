@@ -1,6 +1,6 @@
 """Tokens per second of lockstep's engine against tunix, transformers, vLLM and llama.cpp, in one run on one machine.
 
-    python benchmarks/decode.py [--peers lockstep,vllm] [--rounds 5] [--shapes 1,8,32,64,rl] [--quick]
+    python benchmarks/decode.py [--peers lockstep,vllm] [--rounds 3] [--shapes 1,8,32,64,rl] [--quick]
 
 The same float32 weights of SmolLM2-135M, the same prompts, the same number of tokens. Shapes `1` to `64`: so many
 prompts of 64 tokens, 128 new ones each, greedy. Shape `rl`: 16 prompts x 8 samples drawn at temperature 1, lengths
@@ -13,6 +13,9 @@ peers/environments.py), warmed up on every shape, and then takes its turn in eve
 completions are compared with lockstep's: peers that were given other weights would show. The limit is what the
 machine's measured bandwidth and multiply rate allow (`decode_work.machine_limit`).
 
+All peers stay in memory. Most of a round goes to static batches of the RL shape, where every row runs to the longest
+sample's end; the result is written after every round.
+
 A peer that cannot be made, loaded or run is reported with its error, the others go on, and the exit status is 1.
 """
 
@@ -24,7 +27,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. SystemExit with a message when a value makes no sense."""
     parser = argparse.ArgumentParser(description="Generation speed of lockstep and its peers, in one run.")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"which, by comma (default: {','.join(PEERS)})")
-    parser.add_argument("--rounds", type=int, help="times every peer does every shape (default: 5; 1 with --quick)")
+    parser.add_argument("--rounds", type=int, help="times every peer does every shape (default: 3; 1 with --quick)")
     parser.add_argument("--shapes", help="which, by comma (default: all: 1,8,32,64,rl; 1,8,rl with --quick)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that every peer works; no result")
     parser.add_argument("--threads", type=int, default=min(2, usable_cores()), help="cores for each peer")
@@ -54,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the JSON result (default: benchmarks/results/decode.json)")
     args = parser.parse_args(argv)
     if args.rounds is None:
-        args.rounds = 1 if args.quick else 5
+        args.rounds = 1 if args.quick else 3
     known = shapes(args.quick)
     args.peers, args.shapes = args.peers.split(","), (args.shapes or ",".join(known)).split(",")
     for option, wanted, all_ in (("peers", args.peers, PEERS), ("shapes", args.shapes, known)):
@@ -108,7 +111,6 @@ class Run:
         self.workers: dict[str, Worker] = {}
         self.answers: dict[str, dict[str, list[dict[str, Any]]]] = {s: {} for s in self.shapes}
         self.peers: dict[str, dict[str, Any]] = {name: {"errors": []} for name in args.peers}
-        self.completions: dict[str, list[list[int]]] = {}  # lockstep's of a shape's last round, greedy
 
     def start(self) -> None:
         """Load every peer and let it do every shape once."""
@@ -144,7 +146,8 @@ class Run:
             say(f"{name}: failed at {where}: {error}")
         self.peers[name]["errors"].append({"where": where, "error": str(error)})
 
-    def rounds(self) -> None:
+    def rounds(self, after: Callable[[], None] = lambda: None) -> None:
+        """Everybody does every shape, `rounds` times; after() each time."""
         for round_ in range(self.args.rounds):
             for shape in self.shapes:
                 # Every round begins with another peer: nobody always follows the same one.
@@ -154,6 +157,7 @@ class Run:
                 self.take(shape, {n: a for n, a in found.items() if a is not None})
                 speeds = ", ".join(f"{n} {a['tokens'] / a['seconds']:.0f}" for n, a in found.items() if a)
                 say(f"round {round_ + 1}, shape {shape}: {speeds} tokens/s")
+            after()
 
     def take(self, shape: str, found: dict[str, dict[str, Any]]) -> None:
         """Keep a round's answers; of completions only how far they agree with lockstep's."""
@@ -192,27 +196,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     limits = measure_limits(args.threads, args.quick)
     run = Run(args, model_folder(args.model, args.work))
+    least = {name: machine_limit(shape, run.spec, limits) for name, shape in run.shapes.items()}
+
+    def write() -> list[dict[str, Any]]:
+        machine["load_average_at_end"] = round(os.getloadavg()[0], 2)
+        rows = summarise(run.answers, least)
+        result = {
+            "machine": machine,
+            "versions": own_versions(),
+            "settings": {"model": args.model, "threads": args.threads, "rounds": args.rounds, "quick": args.quick},
+            "shapes": {n: vars(s) | {"limit": least[n]} for n, s in run.shapes.items()},
+            "limits": limits,
+            "peers": run.peers,
+            "rows": rows,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        return rows
+
     try:
         run.start()
-        loaded = os.getloadavg()[0]
-        run.rounds()
+        run.rounds(after=write)
     finally:
         run.stop()
     run.judge()
-    least = {name: machine_limit(shape, run.spec, limits) for name, shape in run.shapes.items()}
-    rows = summarise(run.answers, least)
-    result = {
-        "machine": machine | {"load_average_at_first_round": loaded, "load_average_at_end": os.getloadavg()[0]},
-        "versions": own_versions(),
-        "settings": {"model": args.model, "threads": args.threads, "rounds": args.rounds, "quick": args.quick},
-        "shapes": {n: vars(s) | {"limit": least[n]} for n, s in run.shapes.items()},
-        "limits": limits,
-        "peers": run.peers,
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    say(f"\n{table(rows, least, args.peers)}\n\n{limits_table(limits)}\n\n{os.path.relpath(args.out)}")
+    say(f"\n{table(write(), least, args.peers)}\n\n{limits_table(limits)}\n\n{os.path.relpath(args.out)}")
     failed = {n: p["errors"] for n, p in run.peers.items() if p["errors"]}
     for name, errors in failed.items():
         for where in dict.fromkeys(e["where"] for e in errors):

@@ -37,7 +37,7 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 VLLM = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "3",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default it leaves one of two cores idle
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

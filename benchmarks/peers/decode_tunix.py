@@ -59,8 +59,8 @@ class Tunix:
             norm_eps=numbers["rms_norm_eps"],
             weight_tying=numbers["tie_word_embeddings"],
         )
-        # Its attention leaves out the base of the rotary embedding when it calls `apply_rope`, whatever the configuration
-        # says (0.1.7): without this the tokens would be those of another model. It costs nothing.
+        # Its attention calls `apply_rope` without the base, whatever the configuration says (0.1.7), so that it is the
+        # default's: without this the tokens would be those of another model. It costs nothing.
         model.apply_rope.__defaults__ = (theta,)
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
         self.model = params.create_model_from_safe_tensors(setup.model, self.config, mesh, dtype=jnp.float32)
