@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lockstep.audit.examine import NAMES
+import pytest
+
+from lockstep.audit.examine import NAMES, audit
 
 RUN_ONLY = {name for name in NAMES if name.startswith("run-")}
 
@@ -18,3 +20,19 @@ def test_a_clean_cluster_that_trains_every_weight(ask, all_weights) -> None:
     checks = ask(all_weights, all_weights.cluster())
     assert {n: c for n, c in checks.items() if c.status == "fail"} == {}
     assert {n for n, c in checks.items() if c.status == "n/a"} == RUN_ONLY | {"adapter-reaches-sampler"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--cluster={actor = {fsdp = 2}, rollout = {data = 2}, reference = {tensor = 2}, cpu_devices = 8}"],
+        ["--numerics.mode=fast"],
+        ["--model.dtype=bfloat16", "--algorithm={measure_kl = false}", "--rollout.temperature=1.0"],
+        ["--task.template=chat", "--task.max_prompt_tokens=64", "--train.micro_batch_rows=256", "--rollout.samples=2"],
+    ],
+    ids=["apart", "fast", "bfloat16", "chat"],
+)
+def test_other_corners_of_the_recipe(kit, overrides) -> None:
+    report = audit(kit.config(*overrides))
+    assert report.ok, report.text()

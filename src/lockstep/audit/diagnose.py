@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from lockstep.audit.subject import Subject, Tree
+from lockstep.audit.subject import Subject, Tree, gap
 from lockstep.cluster.programs import SplitWeights
 from lockstep.text import sanitize
 from lockstep.train.trainer import ROUNDING
@@ -24,14 +24,6 @@ LEAVES = 400  # at most so many are tried one by one
 WORST = 3
 
 Values = list[np.ndarray]
-
-
-def gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
-    """Mean |a - b| over all tokens; 0 where there is none."""
-    pairs = [(x.astype(np.float64), y.astype(np.float64)) for x, y in zip(a, b, strict=True) if len(x)]
-    if not pairs:
-        return 0.0
-    return float(np.abs(np.concatenate([x - y for x, y in pairs])).mean())
 
 
 def shifted(recorded: Values, recomputed: Values) -> str | None:

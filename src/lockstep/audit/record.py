@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.audit.check import Finding, failed, not_applicable, passed
-from lockstep.audit.diagnose import gap, likely_cause, mismatch_words, worst_tokens
-from lockstep.audit.subject import Subject
+from lockstep.audit.diagnose import likely_cause, mismatch_words, worst_tokens
+from lockstep.audit.subject import Subject, gap
 from lockstep.cluster.devices import device_kinds
 from lockstep.errors import MismatchError
 from lockstep.rollout.engine import make_fingerprint

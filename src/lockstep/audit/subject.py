@@ -38,6 +38,8 @@ STILL_STEPS, MOVING_STEPS = 2, 2
 CHECKPOINT_BYTES = 512 << 20  # a larger one is not tried: writing it would take longer than all the rest
 MOVING_LR = 1e-3  # what makes a step visible in float32, whatever the recipe's rate
 STRENGTH = 0.1  # of a perturbation, relative to a leaf's own size (root mean square; 1 where the leaf is all zeros)
+VISIBLE = 0.05  # nats per token by which a perturbation has to move the policy; else it is made stronger, RAISED times
+RAISED, FACTOR = 4, 4
 
 Tree = Mapping[str, jax.Array]
 
@@ -111,7 +113,7 @@ class Subject:
             self.cluster.config = self.config.model_copy(
                 update={"run": run.model_copy(update={"steps": run.steps + 1})}
             )
-        self._noise = 0
+        self._noise, self._strength = 0, STRENGTH
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class Subject:
         self._noise += 1
         keys = jax.random.split(jax.random.key(self._noise), len(self.initial))
         return {
-            path: jax.device_put(_noisy(leaf, key, pure), leaf.sharding)
+            path: jax.device_put(_noisy(leaf, key, self._strength, 0.0 if pure else 1.0), leaf.sharding)
             for key, (path, leaf) in zip(keys, self.initial.items(), strict=True)
         }
 
@@ -218,8 +220,15 @@ class Subject:
 
     @cached_property
     def moved(self) -> dict[str, jax.Array]:
-        """What trains, strongly perturbed: the weights under which records are compared, so that no part of the policy
-        is idle (an adapter starts as zero)."""
+        """What trains, perturbed so that the outputs move clearly: the weights under which records are compared, since
+        an adapter starts as zero and an idle part of the policy hides its faults."""
+        known = [t for step in self.soak.steps[:1] for t in step.trajectories if len(t.completion_ids)][:SAMPLES]
+        before = self.scored(known, self.initial) if known else []
+        for _ in range(RAISED if known else 0):
+            tree = self.perturbed()
+            if gap(before, self.scored(known, tree)) >= VISIBLE:
+                return tree
+            self._strength *= FACTOR
         return self.perturbed()
 
     @contextmanager
@@ -311,12 +320,8 @@ class Subject:
             return self.step(self.micro_batches(self.batch, self.advantages), self.batch)
 
 
-def _noisy(leaf: jax.Array, key: jax.Array, pure: bool) -> jax.Array:
-    return _noisy_program(leaf, key, STRENGTH, 0.0 if pure else 1.0)
-
-
 @jax.jit
-def _noisy_program(leaf: jax.Array, key: jax.Array, strength: float, keep: float) -> jax.Array:
+def _noisy(leaf: jax.Array, key: jax.Array, strength: float, keep: float) -> jax.Array:
     size = jnp.sqrt(jnp.mean(leaf.astype(jnp.float32) ** 2))
     noise = jax.random.normal(key, leaf.shape, jnp.float32) * strength * jnp.where(size > 0, size, 1.0)
     return (keep * leaf.astype(jnp.float32) + noise).astype(leaf.dtype)
@@ -332,6 +337,14 @@ def distance(a: Tree, b: Tree) -> float:
 def _norms(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     apart = optax.global_norm(jax.tree.map(jnp.subtract, a, b))
     return jnp.where(jnp.isfinite(apart), apart, jnp.inf), optax.global_norm(b)
+
+
+def gap(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
+    """Mean |a - b| over all tokens; 0 where there is none."""
+    pairs = [(x.astype(np.float64), y.astype(np.float64)) for x, y in zip(a, b, strict=True) if len(x)]
+    if not pairs:
+        return 0.0
+    return float(np.abs(np.concatenate([x - y for x, y in pairs])).mean())
 
 
 def same_bits(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:

@@ -9,9 +9,8 @@ import numpy as np
 
 from lockstep import checkpoint
 from lockstep.audit.check import Finding, failed, not_applicable, passed
-from lockstep.audit.diagnose import gap
 from lockstep.audit.oracle import receipt_problems
-from lockstep.audit.subject import Subject, Tree, same_bits
+from lockstep.audit.subject import Subject, Tree, gap, same_bits
 from lockstep.sync.verify import leaf_digests
 from lockstep.text import format_bytes
 from lockstep.types import PolicyVersion, Trajectory

@@ -87,7 +87,7 @@ def template_identity(subject: Subject) -> Finding:
                 "the plain prompt does not add it",
                 "write it into task.prompt, or let the task add it",
             )
-        said = [f"{leading} beginning-of-sequence token at the start"]
+        said = [f"{leading or 'no'} beginning-of-sequence token at the start, as the model expects"]
     whole = sum(tokenizer.decode(p.ids, skip_special=False) == p.text for p in subject.prompts)
     said.append(f"{whole} of {len(subject.prompts)} prompts decode to their text")
     if tokenizer.has_template:
@@ -172,7 +172,7 @@ def eos_ids(subject: Subject) -> Finding:
         )
     return passed(
         f"{', '.join(f'{i} {names[i]!r}' for i in sorted(ends))} stop a sample, are kept and trained on; "
-        f"{len(stops - ends)} more stop ids by recipe"
+        f"{len(stops - ends)} more by recipe"
     )
 
 
