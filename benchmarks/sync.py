@@ -2,7 +2,8 @@
 
     python benchmarks/sync.py [--trees smollm2,1b] [--pairs same,apart] [--rounds 7] [--processes] [--out F]
 
-On eight simulated CPU devices, float32, made-up weights. `same`: actor and rollout share a mesh (fsdp=4).
+On eight simulated CPU devices, made-up weights, float32 (the tree of 1 B parameters bfloat16). `same`: actor and
+rollout share a mesh (fsdp=4).
 `apart`: actor fsdp=4, rollout tensor=2 x data=2, on devices of its own. Within each round every way takes its turn;
 medians count.
 
@@ -10,7 +11,7 @@ medians count.
 - device_put: `jax.device_put` of the whole tree, waited for.
 - gather: to numpy on the host, whole leaves, and from there with `jax.device_put` to the destination.
 - copy_fresh, copy_existing: numpy copies of as many bytes as the destination holds, into memory that is made for it
-  and into memory that is there, on one thread.
+  and into memory that is there, on as many threads as the sync has.
 
 On `same` a sync moves nothing; device_put hands the same arrays back; gather and copies are what it would cost.
 Other transports add rows of their own (`--processes`) through `MORE`: name -> function of (tree, pair, rounds) that
@@ -25,6 +26,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "apart": {"actor": {"fsdp": 4}, "rollout": {"tensor": 2, "data": 2}},
 }
 TREES = ("smollm2", "1b", "tiny")
+LARGE = 2 << 30  # bytes at the destination, of which the machine cannot hold one for every way
 MORE: dict[str, Callable[[str, str, int], list[dict[str, Any]]]] = {}
 
 
@@ -79,10 +82,11 @@ def make_leaves(tree: str) -> Any:
 
 class Case:
     """One tree between one pair of meshes, and the ways of getting it across. Each way returns what it made, which is
-    kept until its next turn, as a sampler keeps what it serves."""
+    kept until its next turn, as a sampler keeps what it serves; of a large tree only the sync's can be."""
 
     def __init__(self, tree: str, pair: str) -> None:
         import jax
+        import ml_dtypes
         import numpy as np
 
         from lockstep.cluster.mesh import Dial
@@ -96,17 +100,20 @@ class Case:
         self.leaves = make_leaves(tree)
         dial = Dial.build(PAIRS[pair])
         rng = np.random.default_rng(0)
-        host = {path: rng.random(leaf.shape, np.float32) for path, leaf in self.leaves.items()}
+        dtype = np.dtype(ml_dtypes.bfloat16 if tree == "1b" else np.float32)
+        host = {path: rng.random(leaf.shape, np.float32).astype(dtype) for path, leaf in self.leaves.items()}
         self.actor = place(host, self.leaves, dial.mesh("actor"))
         self.where = shardings(self.leaves, dial.mesh("rollout"))
-        blank = {path: np.zeros(leaf.shape, np.float32) for path, leaf in self.leaves.items()}
+        blank = {path: np.zeros(leaf.shape, dtype) for path, leaf in self.leaves.items()}
         installed = self.actor if pair == "same" else place(blank, self.leaves, dial.mesh("rollout"))
         self.replica = LocalReplica("rollout", installed, self.where, LocalTransport())
         del blank, installed
         self.sync = WeightSync(self.leaves, [Route.local(self.replica)], base={}, deadline_s=3600)
         self.host = host
         self.held = sum(s.data.nbytes for leaf in self.replica.installed.values() for s in leaf.addressable_shards)
+        self.large = self.held > LARGE
         self.kept: dict[str, Any] = {}
+        self.threads = ThreadPoolExecutor(usable_cores())
         self.receipts: list[Any] = []
 
     def ways(self) -> dict[str, Callable[[], Any]]:
@@ -114,7 +121,7 @@ class Case:
             "sync": self.push,
             "device_put": lambda: self.jax.device_put(self.actor, self.where),
             "gather": self.gather,
-            "copy_fresh": lambda: [self.np.array(array) for array in self.copied()],
+            "copy_fresh": lambda: list(self.threads.map(self.np.array, self.copied())),
             "copy_existing": self.copy_existing,
         }
 
@@ -136,13 +143,16 @@ class Case:
         return arrays
 
     def copy_existing(self) -> Any:
-        into = self.kept.get("copy_existing") or [self.np.empty_like(array) for array in self.copied()]
-        for target, array in zip(into, self.copied(), strict=True):
-            self.np.copyto(target, array)
+        into = self.kept["copy_existing"]
+        list(self.threads.map(self.np.copyto, into, self.copied()))
         return into
 
     def time(self, name: str) -> float:
         way = self.ways()[name]
+        if self.large:
+            self.kept.clear()
+        if name == "copy_existing" and name not in self.kept:
+            self.kept[name] = [self.np.ones_like(array) for array in self.copied()]  # written to, so that it is there
         gc.collect()
         start = time.perf_counter()
         made = self.jax.block_until_ready(way())
@@ -199,6 +209,11 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 for way in ("device_put", "gather", "copy_fresh", "copy_existing")
                 if way in by
             }
+            | {
+                f"sync_over_{way}": by["sync"]["median_s"] / by[way]["median_s"]
+                for way in ("device_put", "copy_existing")
+                if way in by and (moves or way != "device_put")
+            }
             | {"verify_over_moving": phases["verify"] / moving if moves else None}
         )
     return found
@@ -216,11 +231,14 @@ def markdown(rows: Sequence[dict[str, Any]], summary: Sequence[dict[str, Any]]) 
             f"| {r['tree']} | {r['pair']} | {r['way']} | {r['median_s']:.4f} ({r['min_s']:.4f} - {r['max_s']:.4f}) | "
             f"{rate:.1f} |"
         )
-    lines += ["", "| tree | pair | moving / device_put | / gather | / fresh copy | / copy | verifying / moving |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    head = "| tree | pair | moving / device_put | / gather | / fresh copy | / copy | verifying / moving |"
+    head += " whole / device_put | / copy |"
+    lines += ["", head]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for s in summary:
         keys = ("device_put", "gather", "copy_fresh", "copy_existing")
         cells = [s.get(f"moving_over_{key}") for key in keys] + [s["verify_over_moving"]]
+        cells += [s.get(f"sync_over_{key}") for key in ("device_put", "copy_existing")]
         shown = " | ".join("-" if cell is None else f"{cell:.2f}" for cell in cells)
         lines.append(f"| {s['tree']} | {s['pair']} | {shown} |")
     return "\n".join(lines)
