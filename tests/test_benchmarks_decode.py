@@ -253,6 +253,7 @@ def test_peer_with_other_tokens_is_not_believed(counting: Path, tiny_folder: Pat
     assert "only 25% of its greedy tokens agree" in run.peers["tunix"]["errors"][0]["error"]
 
 
+@pytest.mark.slow
 def test_decode_runs_lockstep_itself(tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
     words = ["--quick", "--shapes", "8,rl", "--peers", "lockstep", "--model", str(tiny_folder), "--threads", "1"]
@@ -331,6 +332,7 @@ def test_tiles_hide_the_number_of_rows() -> None:
     assert found["holds"] and found["equals_block_alone"]
 
 
+@pytest.mark.slow
 def test_gpu_script_runs_here_and_compares_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     assert gpu.main(["--quick", "--dtypes", "float32", "--out", str(first)]) == 0

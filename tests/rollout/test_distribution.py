@@ -109,6 +109,7 @@ def test_draws_follow_their_distribution(programs: Programs, change: dict[str, A
     check(engine(programs), params, 2000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "top_p"),
     [("cache", 1.0), ("preemption", 0.8), ("swap", 1.0), ("seen", 1.0), ("seen", 0.8), ("draft model", 1.0)],
