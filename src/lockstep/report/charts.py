@@ -106,8 +106,8 @@ def y_scale(values: Sequence[float], height: int) -> Scale:
     """A y axis for the values: from zero (or below, when some are negative) to a round number above the largest."""
     low, high = min([0.0, *values]), max([0.0, *values])
     if high - low < 1 / LARGEST:
-        # All zero: a line at the foot of an axis with that one number, not an invented scale.
-        return Scale(0.0, 1.0, height - BOTTOM, TOP, (0.0,))
+        # All zero, or next to it: a line at the foot of an axis with that one number, not an invented scale.
+        return Scale(low, 1.0, height - BOTTOM, TOP, (0.0,))
     tick = _tick_size(high - low, 4)
     low, high = math.floor(low / tick + 1e-9) * tick, math.ceil(high / tick - 1e-9) * tick
     count = round((high - low) / tick)
