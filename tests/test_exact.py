@@ -388,7 +388,7 @@ def test_a_rows_bits_depend_on_the_row_alone(spec: str, dtype: str) -> None:
             x[at], target[at] = hidden[i], i % model.vocab_size
         pool = programs.put_rows(tuple(jnp.asarray(np.concatenate([a, garbage]), dtype) for a in (keys, values)))
         y, _ = programs.layer(weights, 0, programs.put_rows(jnp.asarray(x, dtype)), programs.put_rows(rows), pool)
-        scored = (np.arange(n, dtype=np.int32), target, np.full(n, 0.6, np.float32))
+        scored = (target, np.full(n, 0.6, np.float32))
         logp = np.asarray(programs.logprobs(weights, y, *programs.put_rows(scored)))
         host = np.asarray(y.astype(jnp.float32))
         return [(host[at].tobytes(), logp[at].tobytes()) for at in places]

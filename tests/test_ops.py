@@ -82,16 +82,16 @@ def test_log_normaliser(vocab: int) -> None:
     """Also where the logits are large, and with entries that underflow to nothing."""
     z = 30 * np.random.default_rng(vocab).standard_normal((5, vocab)).astype(np.float32) + 1000
     z[:, 1:2] = -1e30
-    peak, log_sum, chunks = (np.asarray(a, np.float64) for a in log_normaliser(jnp.asarray(z)))
-    wanted = np.logaddexp.reduce(z.astype(np.float64), -1, keepdims=True)
+    peak, log_sum, chunks = (np.asarray(a, np.float64) for a in log_normaliser(jnp.asarray(z.T)))
+    wanted = np.logaddexp.reduce(z.astype(np.float64), -1)
     np.testing.assert_allclose(peak + log_sum, wanted, rtol=1e-6)
     assert chunks.shape == (5, -(-vocab // LANES))
-    weights = np.exp(z.astype(np.float64) - peak)
+    weights = np.exp(z.astype(np.float64) - peak[:, None])
     for i in range(chunks.shape[1]):
         np.testing.assert_allclose(chunks[:, i], weights[:, i * LANES : (i + 1) * LANES].sum(-1), rtol=1e-5, atol=1e-30)
 
 
 def test_temperature_scales_and_zero_means_one() -> None:
-    z = jnp.asarray([[2.0, -1.0]] * 3)
+    z = jnp.asarray([[2.0, -1.0]] * 3).T
     got = temperature_scaled(z, jnp.asarray([0.0, 0.5, 2.0]))
-    np.testing.assert_array_equal(got, [[2.0, -1.0], [4.0, -2.0], [1.0, -0.5]])
+    np.testing.assert_array_equal(got.T, [[2.0, -1.0], [4.0, -2.0], [1.0, -0.5]])

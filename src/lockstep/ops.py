@@ -26,13 +26,15 @@ fence = jax.lax.optimization_barrier
 def tiled(block: Callable[..., Any], tile_rows: int, live: jax.Array, shared: Any, *rows: jax.Array) -> Any:
     """`block(shared, *rows)` evaluated on tiles of `tile_rows` rows.
 
-    rows: arrays with equal leading dimension N, a multiple of tile_rows (the callers pad). live [N] bool: the rows that
-    are not padding; a tile without any is skipped and comes back as zeros, so that padding to few shapes costs little.
-    Returns what block returns, leading dimension N again. With tile_rows 0 the block sees all N rows at once.
+    rows: arrays with equal leading dimension N, a multiple of tile_rows (the callers pad), or one short tile of fewer
+    rows (see `Programs.padded`). live [N] bool: the rows that are not padding; a tile without any is skipped and comes
+    back as zeros, so that padding to few shapes costs little. Returns what block returns, leading dimension N again.
+    With tile_rows 0 the block sees all N rows at once.
     """
     if not tile_rows:
         return block(shared, *rows)
     num_rows = rows[0].shape[0]
+    tile_rows = min(tile_rows, num_rows)
     assert num_rows % tile_rows == 0, (num_rows, tile_rows)
     split = tuple(r.reshape((num_rows // tile_rows, tile_rows, *r.shape[1:])) for r in rows)
 
@@ -61,7 +63,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.
 def rotate(x: jax.Array, pos: jax.Array, inv_freq: jax.Array) -> jax.Array:
     """Rotary position embedding. x [N, heads, H], pos [N] int32, inv_freq [H/2] float32."""
     angle = pos.astype(jnp.float32)[:, None] * inv_freq
-    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    # Fenced, or XLA:CPU computes them again for every head.
+    cos, sin = fence((jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]))
     x1, x2 = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
 
@@ -74,19 +77,19 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 LANES = 128  # vocabulary entries summed together first; also the second level of the sampler's search
 
 
-def log_normaliser(scaled_NV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of rows of logits: max [N, 1], log-sum-exp above it [N, 1], sums of exp(z - max) by chunk [N, ceil(V/128)].
+def log_normaliser(scaled_VN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of columns of logits: max [N], log-sum-exp above it [N], sums of exp(z - max) by chunk [N, ceil(V/128)].
 
     The chunk sums are what the sampler searches, so the probability it draws from and the log-probability it records
     come from the same numbers.
     """
-    peak = scaled_NV.max(-1, keepdims=True)
-    weight = jnp.exp(scaled_NV - peak)
-    pad = -scaled_NV.shape[-1] % LANES
-    chunks = fence(jnp.pad(weight, ((0, 0), (0, pad))).reshape(weight.shape[0], -1, LANES).sum(-1))
-    return peak, jnp.log(chunks.sum(-1, keepdims=True)), chunks
+    peak = scaled_VN.max(0)
+    weight = jnp.exp(scaled_VN - peak)
+    pad = -scaled_VN.shape[0] % LANES
+    chunks = fence(jnp.pad(weight, ((0, pad), (0, 0))).reshape(-1, LANES, weight.shape[1]).sum(1)).T
+    return peak, jnp.log(chunks.sum(-1)), chunks
 
 
-def temperature_scaled(logits_NV: jax.Array, temperature_N: jax.Array) -> jax.Array:
-    """logits / temperature; rows with temperature 0 (greedy) are left as they are, so they score at temperature 1."""
-    return logits_NV / jnp.where(temperature_N > 0, temperature_N, 1.0)[:, None]
+def temperature_scaled(logits_VN: jax.Array, temperature_N: jax.Array) -> jax.Array:
+    """logits / temperature; columns with temperature 0 (greedy) are left as they are: they score at temperature 1."""
+    return logits_VN / jnp.where(temperature_N > 0, temperature_N, 1.0)

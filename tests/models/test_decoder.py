@@ -151,16 +151,18 @@ def attention_case(seed: int, n: int = 6, positions: int = 20, pool_rows: int = 
     }
 
 
-@partial(jax.jit, static_argnames="cap")
-def attend(case: dict[str, Any], window: int = decoder.NO_WINDOW, cap: float | None = None) -> jax.Array:
+@partial(jax.jit, static_argnames=("cap", "remat"))
+def attend(
+    case: dict[str, Any], window: int = decoder.NO_WINDOW, cap: float | None = None, remat: bool = False
+) -> jax.Array:
     pool, rest = (case["keys"], case["values"]), (case["q"], case["read"], case["length"])
-    return decoder.attend(pool, *rest, jnp.asarray(window), page_size=PAGE, scale=0.7, cap=cap)
+    return decoder.attend(pool, *rest, jnp.asarray(window), page_size=PAGE, scale=0.7, cap=cap, remat=remat)
 
 
 @jax.jit
 def attend_gradients(case: dict[str, Any], window: int) -> dict[str, jax.Array]:
     floats = {k: case[k] for k in ("keys", "values", "q")}
-    return jax.grad(lambda p: attend({**case, **p}, window).sum())(floats)
+    return jax.grad(lambda p: attend({**case, **p}, window, remat=True).sum())(floats)
 
 
 def dense(case: dict[str, np.ndarray], window: int, cap: float | None) -> np.ndarray:
@@ -181,7 +183,9 @@ def dense(case: dict[str, np.ndarray], window: int, cap: float | None) -> np.nda
 def test_attention_is_softmax_over_the_positions_in_sight(window: int, cap: float | None) -> None:
     for seed in range(3):
         case = attention_case(seed)
-        np.testing.assert_allclose(np.asarray(attend(case, window, cap)), dense(case, window, cap), atol=2e-6)
+        for remat in (False, True):
+            got = np.asarray(attend(case, window, cap, remat))
+            np.testing.assert_allclose(got, dense(case, window, cap), atol=2e-6)
 
 
 def test_scores_far_apart_do_not_overflow() -> None:

@@ -20,22 +20,21 @@ class ChangedSampling:
         self._choose = jax.jit(self._choose_program, static_argnums=(0,))
 
     def choose(
-        self, weights: SplitWeights, x: jax.Array, at: Any, temperature: Any, seed: Any, index: Any, changes: Changes,
+        self, weights: SplitWeights, x: jax.Array, temperature: Any, seed: Any, index: Any, changes: Changes,
         likeliest: int,
     ) -> Choice:  # fmt: skip
-        """One token for each of the rows `at` of x (numbers within the device's share); see
-        `models.sampling.choose`."""
-        return self._choose(likeliest, weights.head, x, at, temperature, seed, index, changes)
+        """One token for every row of x; see `models.sampling.choose`."""
+        return self._choose(likeliest, weights.head, x, temperature, seed, index, changes)
 
     def _choose_program(
-        self, likeliest: int, w: Weights, x: Any, at: Any, temperature: Any, seed: Any, index: Any, changes: Changes
+        self, likeliest: int, w: Weights, x: Any, temperature: Any, seed: Any, index: Any, changes: Changes
     ) -> Choice:
         p = self.programs
 
-        def body(w: Weights, x: Any, at: Any, temperature: Any, seed: Any, index: Any, changes: Changes) -> Choice:
+        def body(w: Weights, x: Any, temperature: Any, seed: Any, index: Any, changes: Changes) -> Choice:
             gathered = p._gathered(w)
-            return sampling.choose(p.spec, p.num, likeliest, gathered, x[at], temperature, seed, index, changes)
+            return sampling.choose(p.spec, p.num, likeliest, gathered, x, temperature, seed, index, changes)
 
         r = p.rows_spec
-        in_specs = (p._of(w), *(r,) * 6)
-        return p._map(body, in_specs, r)(w, x, at, temperature, seed, index, changes)
+        in_specs = (p._of(w), *(r,) * 5)
+        return p._map(body, in_specs, r)(w, x, temperature, seed, index, changes)

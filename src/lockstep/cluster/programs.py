@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep.cluster import short_tiles
 from lockstep.cluster.sharding import gather, reduce_gradient, spec_for
 from lockstep.models import decoder
 from lockstep.models.decoder import LayerConstants, Numerics, Pool, Rows, Weights
@@ -76,9 +77,11 @@ class Programs:
         self._layer_vjp = jax.jit(self._layer_vjp_program)
         self._embed = jax.jit(self._embed_program)
         self._embed_vjp = jax.jit(self._embed_vjp_program)
+        self._pick = jax.jit(self._pick_program)
         self._sample = jax.jit(self._sample_program)
         self._logprobs = jax.jit(self._logprobs_program)
         self._head_vjp = jax.jit(self._head_vjp_program)
+        self._as_a_tile: dict[int, bool] = {}  # by height of a short tile
 
     @staticmethod
     def _short(path: str) -> str:
@@ -101,17 +104,52 @@ class Programs:
 
     def layer(self, weights: SplitWeights, i: int, x: jax.Array, rows: Rows, pool: Pool) -> tuple[jax.Array, Pool]:
         """x after layer i, and the pool with these rows written (the pool passed in is consumed)."""
-        return self._layer(weights.layers[i], x, rows, pool, *self._constants[i])
+        return self.layer_of(weights.layers[i], i, x, rows, pool)
+
+    def layer_of(self, weights: Weights, i: int, x: jax.Array, rows: Rows, pool: Pool) -> tuple[jax.Array, Pool]:
+        """`layer` with layer i's own weights, by name within the layer."""
+        return self._layer(weights, x, rows, pool, *self._constants[i])
+
+    def pick(self, x: jax.Array, at: Any) -> jax.Array:
+        """Rows `at` of x (numbers within the device's share). A program of its own, so that the head is compiled for
+        numbers of picked rows alone."""
+        return self._pick(x, at)
 
     def sample(
-        self, weights: SplitWeights, x: jax.Array, at: Any, temperature: Any, seed: Any, index: Any
+        self, weights: SplitWeights, x: jax.Array, temperature: Any, seed: Any, index: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Tokens and log-probabilities drawn from rows `at` of x (numbers within the device's share)."""
-        return self._sample(weights.head, x, at, temperature, seed, index)
+        """A token drawn from every row of x, and its log-probability."""
+        return self._sample(weights.head, x, temperature, seed, index)
 
-    def logprobs(self, weights: SplitWeights, x: jax.Array, at: Any, target: Any, temperature: Any) -> jax.Array:
-        """Log-probabilities of `target` from rows `at` of x: the trainer's side of the record."""
-        return self._logprobs(weights.head, x, at, target, temperature)
+    def logprobs(self, weights: SplitWeights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
+        """Log-probability of every row's `target`: the trainer's side of the record."""
+        return self._logprobs(weights.head, x, target, temperature)
+
+    def rows_for(self, count: int, width: int) -> int:
+        """How many rows per device a pass of `count` is padded to: a power-of-two multiple of the tile, or a short tile
+        that comes out as a whole one. width: of the index that its rows read by."""
+        for height in short_tiles.HEIGHTS:
+            if count <= height and self._may_be_short(height, width):
+                return height
+        return padded_rows(count, self.num.tile_rows)
+
+    def head_rows_for(self, count: int) -> int:
+        """How many rows per device are picked for the head where `count` are wanted."""
+        return padded_rows(count, self.num.head_rows or decoder.HEAD_ROWS)
+
+    def _may_be_short(self, height: int, width: int) -> bool:
+        tile = self.num.tile_rows
+        if not tile:
+            return True
+        if height >= tile or tile % height:
+            return False
+        if height not in self._as_a_tile:
+            self._as_a_tile[height] = short_tiles.comes_out_as_a_tile(self, height, width)
+        return self._as_a_tile[height]
+
+    def place_of(self, name: str) -> PartitionSpec:
+        """How the leaf of this name within its layer lies on the mesh."""
+        return self._specs[name]
 
     # -- one device's share of each, under shard_map -----------------------------------------------------------------
 
@@ -144,19 +182,22 @@ class Programs:
         r, none = self.rows_spec, PartitionSpec()
         return self._map(body, (self._of(w), r, r, r, none, none), (r, r))(w, x, rows, pool, inv_freq, window)
 
-    def _sample_program(self, w: Weights, x: jax.Array, at: Any, temperature: Any, seed: Any, index: Any) -> Any:
-        def body(w: Weights, x: jax.Array, at: Any, temperature: Any, seed: Any, index: Any) -> Any:
-            return decoder.sample(self.spec, self.num, self._gathered(w), x[at], temperature, seed, index)
+    def _pick_program(self, x: jax.Array, at: Any) -> jax.Array:
+        return self._map(lambda x, at: x[at], (self.rows_spec, self.rows_spec), self.rows_spec)(x, at)
+
+    def _sample_program(self, w: Weights, x: jax.Array, temperature: Any, seed: Any, index: Any) -> Any:
+        def body(w: Weights, x: jax.Array, temperature: Any, seed: Any, index: Any) -> Any:
+            return decoder.sample(self.spec, self.num, self._gathered(w), x, temperature, seed, index)
 
         r = self.rows_spec
-        return self._map(body, (self._of(w), r, r, r, r, r), (r, r))(w, x, at, temperature, seed, index)
+        return self._map(body, (self._of(w), r, r, r, r), (r, r))(w, x, temperature, seed, index)
 
-    def _logprobs_program(self, w: Weights, x: jax.Array, at: Any, target: Any, temperature: Any) -> jax.Array:
-        def body(w: Weights, x: jax.Array, at: Any, target: Any, temperature: Any) -> jax.Array:
-            return decoder.logprobs(self.spec, self.num, self._gathered(w), x[at], target, temperature)
+    def _logprobs_program(self, w: Weights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
+        def body(w: Weights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
+            return decoder.logprobs(self.spec, self.num, self._gathered(w), x, target, temperature)
 
         r = self.rows_spec
-        return self._map(body, (self._of(w), r, r, r, r), r)(w, x, at, target, temperature)
+        return self._map(body, (self._of(w), r, r, r), r)(w, x, target, temperature)
 
     # -- the backward pass -------------------------------------------------------------------------------------------
 
@@ -217,11 +258,10 @@ class Programs:
         def body(
             frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any
         ) -> Any:
-            num = replace(self._backward_num, tile_rows=backward_tile(at.shape[0]))
-            fixed = self._gathered(frozen)
+            tile, fixed = backward_tile(at.shape[0]), self._gathered(frozen)
 
             def forward(t: Weights, y: jax.Array) -> jax.Array:
-                block = jax.checkpoint(lambda *a: decoder.logprobs(self.spec, num, *a))
+                block = jax.checkpoint(lambda *a: decoder.logprobs(self.spec, self.num, a[0], a[1], a[2], a[3], tile))
                 return block({**fixed, **t}, y[at], target, temperature)
 
             return self._vjp_body(forward, trainable, x, dlogp)

@@ -18,18 +18,9 @@ NO_WINDOW = 1 << 30
 State = tuple[jax.Array, jax.Array, jax.Array]
 _LOW = -1e30  # a finite stand-in for -inf: exp(_LOW - anything finite) is exactly 0 and never NaN
 
-# Positions at a time. Fewer than MIN_BLOCK are padded: XLA:CPU sums shorter blocks in another order. Within a block,
-# what is not seen adds exact zeros at the end of sums that run in order, so all widths from there on give one result.
-BLOCK = 128
-MIN_BLOCK = 64
-
-
-def block_size(width: int, page_size: int) -> int:
-    """Positions that are visited together: a power-of-two number of pages, at most `width` and about BLOCK."""
-    size = page_size
-    while size * 2 <= min(width, BLOCK):
-        size *= 2
-    return size
+# Positions at a time, rounded up to whole pages. Fewer would come out otherwise: XLA:CPU sums shorter blocks in another
+# order. Within a block, what is not seen adds exact zeros at the end of sums that run in order.
+BLOCK = 64
 
 
 def attend(
@@ -49,26 +40,30 @@ def attend(
     pool: keys and values, each [R, K, H]. q [N, Q, H]. read [N, S] int32: pool row that holds position s of the row's
     sequence, S a multiple of page_size. length [N] int32: the row sees positions 0..length-1 (itself included), >= 1.
     window: int32 scalar, only the last `window` of those positions count. Scores and sums are float32.
-    remat: when differentiated, a block's keys and values are gathered again rather than kept.
+    remat: the form that can be differentiated: it visits all S positions, where the other stops at the longest row's
+    end, and a block's keys and values are gathered again on the way back rather than kept.
     Pool rows outside what a row sees never reach it, whatever they hold: garbage left over, NaN, positions ahead.
     """
     keys, values = pool
     n, num_heads, head_dim = q.shape
     num_kv = keys.shape[1]
     qg = q.reshape(n, num_kv, num_heads // num_kv, head_dim)
-    pages = -(-max(read.shape[1], MIN_BLOCK) // page_size)
-    read = jnp.pad(read, ((0, 0), (0, pages * page_size - read.shape[1])))
-    size = block_size(read.shape[1], page_size)
+    size = -(-BLOCK // page_size) * page_size
     read = jnp.pad(read, ((0, 0), (0, -read.shape[1] % size)))
+    own = jnp.take_along_axis(read, length[:, None] - 1, 1)
 
-    def block(carry: State, start: jax.Array) -> tuple[State, None]:
+    def block(carry: State, start: jax.Array) -> State:
         peak, total, acc = carry
         rows = jax.lax.dynamic_slice_in_dim(read, start, size, 1)
         at = start + jnp.arange(size)
         seen = (at[None] < length[:, None]) & (at[None] >= length[:, None] - window)
-        # A weight of zero does not hide a NaN or an infinity: what a row may not see is replaced, not just unweighted.
-        k, v = (jnp.where(seen[..., None, None], y[rows], jnp.zeros((), y.dtype)) for y in (keys, values))
-        s = jnp.einsum("nkgh,npkh->nkgp", qg, k, preferred_element_type=jnp.float32) * scale
+        # A weight of zero does not hide a NaN or an infinity: instead of what it may not see a row reads itself. That
+        # costs a choice of indices, not of keys and values.
+        rows = jnp.where(seen, rows, own)
+        k, v = fence(tuple(_rows_of(y, rows) for y in (keys, values)))
+        # Products and sums, here in order of position, rather than many small matrix products: faster on the CPU, and
+        # the order does not change with the number of rows.
+        s = scale * jnp.moveaxis(_products(qg[:, None], k).sum(-1), 1, -1)
         if cap is not None:
             s = cap * jnp.tanh(s / cap)
         s = jnp.where(seen[:, None, None], s, _LOW)
@@ -77,19 +72,33 @@ def attend(
         p = fence(jnp.where(seen[:, None, None], jnp.exp(s - new_peak[..., None]), 0.0))
         shrink = jnp.exp(peak - new_peak)
         sums = p.reshape(*p.shape[:3], size // page_size, page_size).sum(-1).sum(-1)
-        # Products and a sum over positions, in order, rather than many small matrix products: faster on the CPU, and
-        # the order does not change with the number of rows.
-        weights = jnp.moveaxis(p.astype(q.dtype).astype(jnp.float32), -1, 1)
-        mixed = (weights[..., None] * v.astype(jnp.float32)[:, :, :, None]).sum(1)
+        weights = jnp.moveaxis(p.astype(q.dtype), -1, 1)[..., None]
+        mixed = _products(weights, v).sum(1)
         live = seen.any(-1)[:, None, None]
         return (
             jnp.where(live, new_peak, peak),
             jnp.where(live, total * shrink + sums, total),
             jnp.where(live[..., None], acc * shrink[..., None] + mixed, acc),
-        ), None
+        )
 
     shape = (n, num_kv, num_heads // num_kv)
-    start = (jnp.full(shape, _LOW), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
-    step = jax.checkpoint(block) if remat else block
-    (_, total, acc), _ = jax.lax.scan(step, start, jnp.arange(0, read.shape[1], size))
+    state = (jnp.full(shape, _LOW), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+    if remat:
+        step = jax.checkpoint(lambda carry, start: (block(carry, start), None))
+        state, _ = jax.lax.scan(step, state, jnp.arange(0, read.shape[1], size))
+    else:
+        # What lies behind every row's end changes nothing, so it is left out.
+        state = jax.lax.fori_loop(0, (length.max() + size - 1) // size, lambda i, carry: block(carry, i * size), state)
+    _, total, acc = state
     return (acc / total[..., None]).astype(q.dtype).reshape(n, num_heads * head_dim)
+
+
+def _rows_of(pool: jax.Array, rows: jax.Array) -> jax.Array:
+    """[N, P, K, H] of a pool [R, K, H] and rows [N, P]. Flat: XLA:CPU copies long rows faster than short ones."""
+    flat = pool.reshape(pool.shape[0], -1).at[rows].get(mode="promise_in_bounds")
+    return flat.reshape(*rows.shape, *pool.shape[1:])
+
+
+def _products(a: jax.Array, kv: jax.Array) -> jax.Array:
+    """float32 products, along H, of a [N, P or 1, K, G, H or 1] with keys or values [N, P, K, H]."""
+    return a.astype(jnp.float32) * kv.astype(jnp.float32)[:, :, :, None]

@@ -11,6 +11,7 @@ functions see one device; `cluster.programs` puts them on a mesh.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from lockstep.ops import LANES, fence, log_normaliser, rms_norm, rotate, softcap
 
 Weights = Mapping[str, jax.Array]
 Pool = tuple[jax.Array, jax.Array]
+
+HEAD_ROWS = 32
+ATTENTION_ROWS = 8
 
 
 class Rows(NamedTuple):
@@ -50,6 +54,17 @@ class Numerics:
     tile_rows: int
     page_size: int
     lora_scale: float = 0.0
+
+    @property
+    def head_rows(self) -> int:
+        """Tile of the head, 0 in `fast`. HEAD_ROWS where that divides the tile: a product of so many columns is the
+        cheapest per row, and its last bits are not those of 16 or 64, so fewer rows are padded to it."""
+        return self.tile_rows and math.gcd(self.tile_rows, HEAD_ROWS)
+
+    @property
+    def attention_rows(self) -> int:
+        """Tile of attention, 0 in `fast`: few rows, so that what is gathered for them stays in the cache."""
+        return self.tile_rows and math.gcd(self.tile_rows, ATTENTION_ROWS)
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,7 @@ def layer(
 ) -> tuple[jax.Array, Pool]:
     """One transformer layer on N rows: x [N, D] -> x [N, D], with the rows' keys and values written to the pool first.
 
-    attention_tile: rows of attention at a time where it differs from num.tile_rows (the backward pass, which tiles
+    attention_tile: rows of attention at a time where that is not num.attention_rows (the backward pass, which tiles
     attention only, to bound memory).
     """
     w = cast(w, num.dtype)
@@ -135,7 +150,7 @@ def layer(
         )  # fmt: skip
 
     backward = attention_tile is not None
-    tile = num.tile_rows if attention_tile is None else attention_tile
+    tile = num.attention_rows if attention_tile is None else attention_tile
     if backward:
         attention = jax.checkpoint(attention)
     attended = tiled(attention, tile, live, (pool, window), q, rows.read, rows.length)
@@ -144,10 +159,13 @@ def layer(
 
 
 def _logits(spec: ModelSpec, w: Weights, x: jax.Array) -> jax.Array:
-    """[N, V] float32 logits; w holds `final_norm` and `table` [V, D] (the head, or the embedding where tied)."""
-    h = rms_norm(x, w["final_norm"], spec.norm_eps, spec.norm_offset)
-    z = jax.lax.dot_general(h, w["table"], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return softcap(z, spec.final_softcap)
+    """[V, N] float32 logits; w holds `final_norm` and `table` [V, D] (the head, or the embedding where tied).
+
+    A column per row of x: XLA:CPU multiplies a large table from the left faster, and the sums over the vocabulary run
+    over several rows at once.
+    """
+    h = fence(rms_norm(x, w["final_norm"], spec.norm_eps, spec.norm_offset).T)
+    return softcap(jnp.matmul(w["table"], h, preferred_element_type=jnp.float32), spec.final_softcap)
 
 
 def invert(weights_NM: jax.Array, uniform_N: jax.Array) -> jax.Array:
@@ -162,13 +180,17 @@ def invert(weights_NM: jax.Array, uniform_N: jax.Array) -> jax.Array:
     return jnp.argmax(reached > aim, -1)
 
 
-def _draw(z: jax.Array, peak: jax.Array, chunks: jax.Array, temperature: jax.Array, uniform: jax.Array) -> jax.Array:
+def _draw(z_VN: jax.Array, peak: jax.Array, chunks: jax.Array, temperature: jax.Array, uniform: jax.Array) -> jax.Array:
     """[N] token ids: the largest where temperature is 0, else by inversion, first of the chunk, then within it."""
+    vocab, n = z_VN.shape
     chunk = invert(chunks, uniform[:, 0])
     columns = chunk[:, None] * LANES + jnp.arange(LANES)
-    inside = jnp.take_along_axis(z, jnp.minimum(columns, z.shape[1] - 1), 1)
-    weights = jnp.where(columns < z.shape[1], jnp.exp(inside - peak), 0.0)
-    return jnp.where(temperature > 0, chunk * LANES + invert(weights, uniform[:, 1]), jnp.argmax(z, -1))
+    inside = z_VN[jnp.minimum(columns, vocab - 1), jnp.arange(n)[:, None]]
+    weights = jnp.where(columns < vocab, jnp.exp(inside - peak[:, None]), 0.0)
+    # The first of the largest by a plain minimum, which vectorises where argmax does not.
+    ids = jnp.arange(vocab, dtype=jnp.int32)[:, None]
+    largest = jnp.minimum(jnp.where(z_VN == peak, ids, vocab).min(0), vocab - 1)
+    return jnp.where(temperature > 0, chunk * LANES + invert(weights, uniform[:, 1]), largest)
 
 
 def _head_block(
@@ -179,25 +201,31 @@ def _head_block(
     One block for both sides, on purpose. Drawing and scoring as two programs around the same normaliser came out with
     other last bits for some shapes: the compiler shapes a sum by who else reads what it sums.
     """
-    z = temperature_scaled(fence(_logits(spec, w, x)), temperature)
+    z = fence(temperature_scaled(fence(_logits(spec, w, x)), temperature))
     peak, log_sum, chunks = fence(log_normaliser(z))
     drawn = _draw(*jax.lax.stop_gradient((z, peak, chunks)), temperature, uniform)
     token = jnp.where(target >= 0, target, drawn).astype(jnp.int32)
-    at = jnp.take_along_axis(z, token[:, None], 1)
-    return token, (at - peak - log_sum)[:, 0]
+    return token, z[token, jnp.arange(len(token))] - peak - log_sum
 
 
 def logprobs(
-    spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, target: jax.Array, temperature: jax.Array
+    spec: ModelSpec,
+    num: Numerics,
+    w: Weights,
+    x: jax.Array,
+    target: jax.Array,
+    temperature: jax.Array,
+    tile: int | None = None,
 ) -> jax.Array:
     """[N] float32 log-probabilities (nats) of target ids at the given temperature: the trainer's side of the record.
 
-    target [N] int32, -1 for padding, whose result means nothing.
+    target [N] int32, -1 for padding, whose result means nothing. tile: rows at a time where that is not num.head_rows
+    (the backward pass).
     """
     # Fenced, so that the compiler does not know them and makes of the block what it makes of it for the sampler.
     unused = fence(jnp.full((x.shape[0], 2), 0.5, jnp.float32))
-    block = functools.partial(_head_block, spec)
-    return tiled(block, num.tile_rows, target >= 0, cast(w, num.dtype), x, target, temperature, unused)[1]
+    block, tile = functools.partial(_head_block, spec), num.head_rows if tile is None else tile
+    return tiled(block, tile, target >= 0, cast(w, num.dtype), x, target, temperature, unused)[1]
 
 
 def uniforms(seed: jax.Array, index: jax.Array) -> jax.Array:
@@ -224,7 +252,7 @@ def sample(
     u = uniforms(seed, index)
     draw = fence(jnp.full(x.shape[:1], -1, jnp.int32))
     block = functools.partial(_head_block, spec)
-    return tiled(block, num.tile_rows, index >= 0, cast(w, num.dtype), x, draw, temperature, u)
+    return tiled(block, num.head_rows, index >= 0, cast(w, num.dtype), x, draw, temperature, u)
 
 
 def head_weights(params: Weights) -> dict[str, jax.Array]:
@@ -263,4 +291,4 @@ def reference_logits(spec: ModelSpec, params: Weights, tokens: Any, lora_scale: 
         mixed = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(z, -1).astype(dtype), v)
         x = _out_and_mlp(spec, num, w, x, mixed.reshape(b * s, -1))
     head = {k: jnp.asarray(v) for k, v in head_weights(params).items()}
-    return _logits(spec, cast(head, dtype), x).reshape(b, s, -1)
+    return _logits(spec, cast(head, dtype), x).T.reshape(b, s, -1)

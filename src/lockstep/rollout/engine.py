@@ -21,18 +21,21 @@ import jax
 import jaxlib
 import numpy as np
 
+from lockstep.cluster.decoding import DecodeSteps
 from lockstep.cluster.devices import host_processor
-from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages, padded_rows
+from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages
+from lockstep.cluster.short_tiles import HEIGHTS
 from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError, SyncError
-from lockstep.models.decoder import Numerics
+from lockstep.models.decoder import Numerics, Rows
 from lockstep.models.spec import Leaf
 from lockstep.models.tokenizer import Tokenizer
+from lockstep.rollout import ahead
 from lockstep.rollout.drafts import Drafts, Payoff
 from lockstep.rollout.sampler import Sampler, Want
 from lockstep.rollout.scheduler import MAX_WAITING, Scheduler
 from lockstep.rollout.stops import Decode
 from lockstep.rollout.swap import PoolRows, SwapCosts
-from lockstep.rollout.work import Drawn, Pass, Request
+from lockstep.rollout.work import Pass, Request
 from lockstep.rollout.work import Sequence as Sample
 from lockstep.types import Details, Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
 
@@ -106,7 +109,8 @@ class Engine:
     max_waiting: samples per device that may wait to be started (`submit` refuses more). swap: whether rows of preempted
     samples are kept on the host where that is cheaper ("auto"), always, or never. decode: text of ids, for stop texts.
     drafts: guesses of at most draft_tokens tokens per sample and pass, as many as make_payoff(draft_tokens, rows of a
-    tile) finds worth it; see `drafts`.
+    tile) finds worth it; see `drafts`. decode_steps: steps that are taken at once at most where nobody has to look at
+    what they draw; see `ahead`.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class Engine:
         decode: Decode | None = None,
         drafts: Drafts | None = None,
         draft_tokens: int = 4,
+        decode_steps: int = ahead.STEPS,
         make_payoff: Callable[[int, int], Payoff] = Payoff,
         fingerprint: Fingerprint,
     ) -> None:
@@ -137,7 +142,7 @@ class Engine:
         self._pool_rows = PoolRows(programs, self._trash)
         self.swap_costs = SwapCosts(sum(a.nbytes // a.shape[0] for a in leaves))
         pays = {"auto": self.swap_costs.pays, "always": lambda rows: True, "never": None}[swap]
-        unit = programs.num.tile_rows or padded_rows(1, 0)
+        unit = min(programs.num.tile_rows or HEIGHTS[0], HEIGHTS[0])  # rows by which the time of a pass may differ
         self._shards = [
             Scheduler(
                 slots,
@@ -153,6 +158,7 @@ class Engine:
             for _ in range(programs.num_devices)
         ]
         self._sampler, self._decode = Sampler(programs), decode
+        self.decode_steps, self._decode_steps = decode_steps, DecodeSteps(programs, self._trash)
         self._weights: SplitWeights | None = None
         self._installs = itertools.count()
         self._compiled = False  # whether the last pass was the first of its shape
@@ -269,28 +275,27 @@ class Engine:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Trajectory]:
-        """One forward pass over everything runnable; returns the samples it finished."""
+        """One forward pass over everything runnable, or several (`ahead`); returns the samples that this finished."""
         assert self._weights is not None, "install weights before generating"
         if not self.busy:
             return []
         work = [shard.schedule() for shard in self._shards]
         self._swap(work)
+        steps = min(ahead.steps_ahead(s, w, self.decode_steps) for s, w in zip(self._shards, work, strict=True))
         start = time.perf_counter()
-        drawn = self._run(work)
-        seconds = time.perf_counter() - start
+        finished = self._run_ahead(work, steps) if steps > 1 else self._run_once(work)
+        seconds = (time.perf_counter() - start) / steps
         self.swap_costs.ran(sum(map(len, work)), seconds)
         if not self._compiled:
             for shard in self._shards:
                 if shard.payoff is not None:
                     shard.payoff.passed(max(map(len, work)), seconds)
-        self.stats.completion_tokens += sum(map(len, drawn))
-        done = [self._trajectory(s) for shard, d in zip(self._shards, drawn, strict=True) for s in shard.record(d)]
         for shard in self._shards:
             for name, count in shard.take_counts().items():
                 setattr(self.stats, name, getattr(self.stats, name) + count)
                 # A draft's row draws a token too; it counts when the draft was right.
                 self.stats.completion_tokens += {"drafted": -count, "accepted": count}.get(name, 0)
-        return done
+        return [self._trajectory(s) for s in finished]
 
     def _swap(self, work: list[Pass]) -> None:
         """Copy rows of preempted samples out, and of resumed ones back in."""
@@ -299,38 +304,72 @@ class Engine:
         if any(w.load for w in work):
             self._pools = self._pool_rows.load(self._pools, [w.load for w in work], self.swap_costs)
 
-    def _run(self, work: list[Pass]) -> list[list[Drawn]]:
-        p, weights = self.programs, self._weights
-        assert weights is not None
-        n = padded_rows(max(len(w) for w in work), p.num.tile_rows)
-        width = padded_pages(max((r.pos + 1 for w in work for r in w), default=1), p.num.page_size)
+    def _lay_out(self, work: list[Pass], steps: int = 1) -> Rows:
+        """The pass's rows on the host, their index wide enough for so many steps."""
+        p = self.programs
+        width = padded_pages(max((r.pos + steps for w in work for r in w), default=1), p.num.page_size)
+        n = p.rows_for(max(len(w) for w in work), width)
         host = numpy_rows(p.num_devices, n, width, self._trash)
         for d, rows in enumerate(work):
             for i, r in enumerate(rows, d * n):
                 host.tokens[i], host.pos[i], host.length[i] = r.token, r.pos, r.pos + 1
                 host.write[i] = self._trash if r.write is None else r.write
                 host.read[i, : min(width, len(r.read))] = r.read[:width]
-        shape = (n, width, padded_rows(max(sum(len(r.samples) for r in w) for w in work), p.num.tile_rows))
+        shape = (n, width, p.head_rows_for(max(sum(len(r.samples) for r in w) for w in work)))
         self._compiled = shape not in self._shapes
         self._shapes.add(shape)
-        rows = p.put_rows(host)
-        x = p.embed(weights, rows.tokens)
-        for i in range(p.spec.num_layers):
-            x, self._pools[i] = p.layer(weights, i, x, rows, self._pools[i])
-        self.stats.passes += 1
-        self.stats.rows += sum(len(w) for w in work)
-        self.stats.padded_rows += n * p.num_devices
+        self.stats.passes += steps
+        self.stats.rows += steps * sum(len(w) for w in work)
+        self.stats.padded_rows += steps * n * p.num_devices
         self.stats.prompt_tokens += sum(r.kind == "prompt" for w in work for r in w)
+        return host
+
+    def _forward(self, weights: SplitWeights, rows: Rows) -> jax.Array:
+        """Output of the last layer, the rows' keys and values written to the pools."""
+        x = self.programs.embed(weights, rows.tokens)
+        for i in range(self.programs.spec.num_layers):
+            x, self._pools[i] = self.programs.layer(weights, i, x, rows, self._pools[i])
+        return x
+
+    def _run_once(self, work: list[Pass]) -> list[Sample]:
+        """One pass; returns the samples that it finishes."""
+        weights = self._weights
+        assert weights is not None
+        x = self._forward(weights, self.programs.put_rows(self._lay_out(work)))
         scored = [[(i, r.score, r.pos) for i, r in enumerate(w) if r.score is not None] for w in work]
         self._sampler.score_prompts(weights, x, scored)
         drawn = self._sampler.draw(
             weights, x, [[Want(i, s, r.drafts) for i, r in enumerate(w) for s in r.samples] for w in work]
         )
-        self._require_finite(drawn)
-        return drawn
+        self._require_finite(all(math.isfinite(d.logprob) for own in drawn for d in own))
+        self.stats.completion_tokens += sum(map(len, drawn))
+        return [s for shard, own in zip(self._shards, drawn, strict=True) for s in shard.record(own)]
 
-    def _require_finite(self, drawn: list[list[Drawn]]) -> None:
-        if not all(math.isfinite(d.logprob) for own in drawn for d in own):
+    def _run_ahead(self, work: list[Pass], steps: int) -> list[Sample]:
+        """So many decode steps, sent off one after the other; the host looks when all have run."""
+        p, weights = self.programs, self._weights
+        assert weights is not None
+        for shard, own in zip(self._shards, work, strict=True):
+            ahead.hold(shard, own, steps)
+        state = p.put_rows(ahead.decoding(p, self._lay_out(work, steps), work))
+        found = []
+        for step in range(steps):
+            x = p.pick(self._forward(weights, state.rows), state.at)
+            drawn = p.sample(weights, x, state.temperature, state.seed, state.index)
+            found.append((*drawn, state.index))
+            if step + 1 < steps:
+                state = self._decode_steps.advance(state, drawn[0])
+        host = [tuple(np.asarray(a).reshape(len(work), -1) for a in step) for step in found]
+        self._require_finite(all(np.isfinite(logprobs[index >= 0]).all() for _, logprobs, index in host))
+        self.stats.completion_tokens += sum(int((index >= 0).sum()) for *_, index in host)
+        return [
+            done
+            for d, (shard, own) in enumerate(zip(self._shards, work, strict=True))
+            for done in ahead.record(shard, [r.samples[0] for r in own], [tuple(a[d] for a in step) for step in host])
+        ]
+
+    def _require_finite(self, finite: bool) -> None:
+        if not finite:
             raise NumericsError(
                 f"policy {self.version}: the model's output is not finite; its weights hold NaN or infinity, or "
                 f"overflow in {self.programs.num.dtype}. Nothing of this pass was recorded"

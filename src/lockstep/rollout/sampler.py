@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from lockstep.cluster.changed_sampling import ChangedSampling
-from lockstep.cluster.programs import Programs, SplitWeights, padded_pages, padded_rows
+from lockstep.cluster.programs import Programs, SplitWeights, padded_pages
 from lockstep.models.sampling import Changes
 from lockstep.rollout.work import Drawn, GroupWork, Sequence
 from lockstep.types import SamplingParams
@@ -57,9 +57,9 @@ class Batch:
     index: np.ndarray
 
 
-def lay_out(wanted: List[List[Want]], tile_rows: int) -> Batch:
-    """wanted: per device."""
-    m = padded_rows(max(map(len, wanted)), tile_rows)
+def lay_out(wanted: List[List[Want]], programs: Programs, least: int = 0) -> Batch:
+    """wanted: per device. least: places per device at least."""
+    m = programs.head_rows_for(max(least, *map(len, wanted)))
     total = m * len(wanted)
     at, index = np.zeros(total, np.int32), np.full(total, -1, np.int32)
     temperature, seed = np.ones(total, np.float32), np.zeros((total, 2), np.uint32)
@@ -135,22 +135,24 @@ class Sampler:
     def _plain(self, weights: SplitWeights, x: jax.Array, wanted: List[List[Want]]) -> dict[int, Drawn]:
         if not any(wanted):
             return {}
-        p, b = self.programs, lay_out(wanted, self.programs.num.tile_rows)
-        drawn = p.sample(weights, x, *p.put_rows((b.at, b.temperature, b.seed, b.index)))
+        p, b = self.programs, lay_out(wanted, self.programs)
+        at, *rest = p.put_rows((b.at, b.temperature, b.seed, b.index))
+        drawn = p.sample(weights, p.pick(x, at), *rest)
         tokens, logprobs = (np.asarray(a) for a in drawn)
         return {id(w): Drawn(w.sequence, int(tokens[j]), float(logprobs[j]), drafts=w.drafts) for j, w in b.places}
 
     def _draw_changed(self, weights: SplitWeights, x: jax.Array, wanted: List[List[Want]]) -> dict[int, Drawn]:
         if not any(wanted):
             return {}
-        p, b = self.programs, lay_out(wanted, self.programs.num.tile_rows)
+        p, b = self.programs, lay_out(wanted, self.programs)
         most = max(w.params.top_logprobs for _, w in b.places)
         likeliest = min(padded_pages(most, 1), p.spec.vocab_size) if most else 0
         put = p.put_rows((b.at, b.temperature, b.seed, b.index, changes(b, p.spec.vocab_size)))
         at, temperature, seed, index, changed = put
-        choice = self._changed.choose(weights, x, at, temperature, seed, index, changed, likeliest)
+        x = p.pick(x, at)
+        choice = self._changed.choose(weights, x, temperature, seed, index, changed, likeliest)
         target = np.where(b.index >= 0, np.asarray(choice.token), -1)
-        logprobs = np.asarray(p.logprobs(weights, x, at, p.put_rows(target), temperature))
+        logprobs = np.asarray(p.logprobs(weights, x, p.put_rows(target), temperature))
         kept, top_ids, top_logprobs = (np.asarray(a) for a in choice[1:])
         return {
             id(w): Drawn(
@@ -168,7 +170,7 @@ class Sampler:
         if not any(wanted):
             return
         p = self.programs
-        m = padded_rows(max(map(len, wanted)), p.num.tile_rows)
+        m = p.head_rows_for(max(map(len, wanted)))
         at, target = np.zeros(m * len(wanted), np.int32), np.full(m * len(wanted), -1, np.int32)
         temperature = np.ones(m * len(wanted), np.float32)
         places = [(j, group, pos) for d, own in enumerate(wanted) for j, (_, group, pos) in enumerate(own, d * m)]
@@ -177,7 +179,8 @@ class Sampler:
         for j, group, pos in places:
             target[j] = group.request.prompt.ids[pos + 1]
             temperature[j] = group.request.params.temperature
-        found = np.asarray(p.logprobs(weights, x, *p.put_rows((at, target, temperature))))
+        picked, *rest = p.put_rows((at, target, temperature))
+        found = np.asarray(p.logprobs(weights, p.pick(x, picked), *rest))
         for j, group, pos in places:
             if group.scores is None:
                 group.scores = np.full(group.prompt_length, np.nan, np.float32)

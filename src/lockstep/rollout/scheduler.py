@@ -66,7 +66,7 @@ class Scheduler:
         self.num_preemptions = self.num_swaps = self.num_drafted = self.num_accepted = 0
         self._swap_pays, self._decode = swap_pays, decode
         assert (drafts is None) == (payoff is None)
-        self._drafts, self.payoff = drafts, payoff
+        self.drafts, self.payoff = drafts, payoff
         self._started = 0
         self._save: list[Swap] = []
         self._computed_by_pass: list[tuple[GroupWork | Sequence, int]] = []
@@ -245,7 +245,7 @@ class Scheduler:
             rows.append(Row(group.request.prompt.ids[last], last, None, group.rows, fresh, "again"))
         for part in filling.values():
             rows += self._chunk(part, self.max_rows - len(rows))
-        if self._drafts is not None:
+        if self.drafts is not None:
             rows += self._draft_rows([r.samples[0] for r in rows if r.kind == "decode"], len(rows))
         load = [Swap(s, s.rows[s.group.prompt_length :][: len(s.saved)]) for s in self.running if s.saved is not None]
         return Pass(rows, self._save, load)
@@ -258,13 +258,13 @@ class Scheduler:
     def _draft_rows(self, decoding: list[Sequence], rows: int) -> list[Row]:
         """Rows for drafts of decoding sequences, as many as pay. They take no page that a running sequence may need,
         and nothing after the place of the last token that may be drawn."""
-        assert self._drafts is not None and self.payoff is not None
+        assert self.drafts is not None and self.payoff is not None
         each = self.payoff.best(len(decoding), rows, self.max_rows - rows)
         counts = [min(each, s.group.request.params.max_new_tokens - 1 - len(s.tokens)) for s in decoding]
         if not any(counts):
             return []
         made: list[Row] = []
-        for seq, drafts in zip(decoding, self._drafts.propose(decoding, counts), strict=True):
+        for seq, drafts in zip(decoding, self.drafts.propose(decoding, counts), strict=True):
             pos = seq.group.prompt_length + len(seq.tokens)
             for i, token in enumerate(drafts, 1):
                 if pos >= len(seq.rows):
@@ -331,7 +331,7 @@ class Scheduler:
             seq.finish = finish_reason(seq.tokens, seq.group.request.params, self._decode)
             if seq.finish:
                 finished.append(seq)
-        if self._drafts is not None and self.payoff is not None:
+        if self.drafts is not None and self.payoff is not None:
             self._learn(new, reached, accepted)
         for seq in finished:
             self.memory.remember(seq)
@@ -339,14 +339,18 @@ class Scheduler:
             self._close(seq.group, 1)
         return finished
 
+    def go_on(self, sequences: Iterable[Sequence]) -> None:
+        """Another pass ran the newest token of each of these, unscheduled."""
+        self._computed_by_pass = [(seq, len(seq.tokens)) for seq in sequences]
+
     def _learn(self, new: dict[int, list[int]], reached: int, accepted: int) -> None:
         """Tell the drafts what was drawn, and give back what rejected ones held."""
-        assert self._drafts is not None and self.payoff is not None
+        assert self.drafts is not None and self.payoff is not None
         self.num_accepted += accepted
         self.payoff.judged(reached, accepted)
         for seq in self.running:
             if id(seq) in new:
-                self._drafts.drawn(seq, len(seq.tokens) - len(new[id(seq)]))
+                self.drafts.drawn(seq, len(seq.tokens) - len(new[id(seq)]))
                 self.memory.trim(seq)
 
     def _close(self, group: GroupWork, samples: int) -> None:

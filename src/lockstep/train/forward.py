@@ -82,7 +82,8 @@ def score(
         device = DeviceBatch.put(programs, batch)
         x = trunks[i] if trunks is not None else None
         x = last_state(programs, weights, device.rows, first, programs.spec.num_layers, x)
-        out.append(np.asarray(programs.logprobs(weights, x, device.at, device.target, device.temperature)))
+        x = programs.pick(x, device.at)
+        out.append(np.asarray(programs.logprobs(weights, x, device.target, device.temperature)))
     return out
 
 

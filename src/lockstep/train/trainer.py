@@ -174,7 +174,8 @@ class Trainer:
             trunk = last_state(self.programs, weights, device.rows, 0, self.first_layer)
         layers = self.first_layer, self.programs.spec.num_layers
         states = list(layer_states(self.programs, weights, device.rows, *layers, trunk))
-        logp = self.programs.logprobs(weights, states[-1], device.at, device.target, device.temperature)
+        picked = self.programs.pick(states[-1], device.at)
+        logp = self.programs.logprobs(weights, picked, device.target, device.temperature)
         batch.scatter(np.asarray(logp), logprobs)
         self._require_record(batch, trajectories, logprobs)
         tokens = Tokens(*self.programs.put_rows(tuple(batch.tokens)))
