@@ -319,7 +319,6 @@ class Engine:
         self._compiled = shape not in self._shapes
         self._shapes.add(shape)
         self.stats.passes += steps
-        self.stats.rows += steps * sum(len(w) for w in work)
         self.stats.padded_rows += steps * n * p.num_devices
         self.stats.prompt_tokens += sum(r.kind == "prompt" for w in work for r in w)
         return host
@@ -336,6 +335,7 @@ class Engine:
         weights = self._weights
         assert weights is not None
         x = self._forward(weights, self.programs.put_rows(self._lay_out(work)))
+        self.stats.rows += sum(map(len, work))
         scored = [[(i, r.score, r.pos) for i, r in enumerate(w) if r.score is not None] for w in work]
         self._sampler.score_prompts(weights, x, scored)
         drawn = self._sampler.draw(
@@ -361,7 +361,9 @@ class Engine:
                 state = self._decode_steps.advance(state, drawn[0])
         host = [tuple(np.asarray(a).reshape(len(work), -1) for a in step) for step in found]
         self._require_finite(all(np.isfinite(logprobs[index >= 0]).all() for _, logprobs, index in host))
-        self.stats.completion_tokens += sum(int((index >= 0).sum()) for *_, index in host)
+        drew = sum(int((index >= 0).sum()) for *_, index in host)
+        self.stats.rows += drew
+        self.stats.completion_tokens += drew
         return [
             done
             for d, (shard, own) in enumerate(zip(self._shards, work, strict=True))
