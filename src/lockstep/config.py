@@ -135,8 +135,20 @@ def _misfits(config: Config) -> Iterator[str]:
             f"`optim.warmup_steps` = {config.optim.warmup_steps} is more than `run.steps` = {config.run.steps}: the "
             "learning rate would never reach `optim.lr`; use fewer"
         )
+    yield from _storage_misfits(config)
     yield from _folder_misfits(config)
     yield from _kl_misfits(algorithm)
+
+
+def _storage_misfits(config: Config) -> Iterator[str]:
+    for name in ("kv_dtype", "weights_dtype"):
+        value = getattr(config.rollout, name)
+        if config.numerics.mode == "exact" and value != "compute":
+            yield (
+                f'`rollout.{name}` = {literal(value)} with `numerics.mode` = "exact": the trainer computes with '
+                "unquantised keys, values and weights, so the sampler's log-probabilities cannot be its own bit for "
+                'bit; use "compute", or `numerics.mode` = "fast", which measures the mismatch'
+            )
 
 
 def _folder_misfits(config: Config) -> Iterator[str]:

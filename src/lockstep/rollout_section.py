@@ -62,6 +62,33 @@ class RolloutConfig(Section):
     )
     page_size: Int = key(16, "Tokens per page of the key-value cache.", ge=1, also=("block_size",))
     num_pages: Int = key(0, "Pages of the key-value cache; 0: enough for every slot at full length.", ge=0)
+    kv_memory_mib: Int = key(
+        0,
+        "Memory of the key-value cache on each device (MiB); the number of pages follows. 0: as `num_pages` says.",
+        ge=0,
+    )
+    kv_dtype: Literal["compute", "int8", "fp8"] = key(
+        "compute",
+        "Type of the cached keys and values. compute: `model.dtype`. int8, fp8 (e4m3): with a scale per token and "
+        "head; fast mode only.",
+        also=("kv_cache_dtype", "cache_dtype"),
+    )
+    weights_dtype: Literal["compute", "int8"] = key(
+        "compute",
+        "Type of the layers' matrices in the sampler. int8: with a scale per output channel, made from what each sync "
+        "brings; fast mode only.",
+        also=("quantization", "load_in_8bit"),
+    )
+    max_waiting: Int = key(
+        4096,
+        "Samples per device that may wait to be started; beyond it prompts are handed over as others finish.",
+        ge=1,
+    )
+    swap: Literal["auto", "always", "never"] = key(
+        "auto",
+        "Rows of samples that give way when the cache is full. always: kept in host memory; never: computed again; "
+        "auto: whichever is faster.",
+    )
 
     @property
     def truncates(self) -> bool:
@@ -79,6 +106,15 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"`rollout.draft_model` has no effect with speculation = {literal(self.speculation)}; leave it out, or "
                 'use speculation = "draft"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pool(self) -> RolloutConfig:
+        if self.num_pages and self.kv_memory_mib:
+            raise ValueError(
+                f"`rollout.num_pages` = {self.num_pages} and `rollout.kv_memory_mib` = {self.kv_memory_mib} both size "
+                "the key-value cache; give one of them"
             )
         return self
 

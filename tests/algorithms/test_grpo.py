@@ -36,7 +36,7 @@ def batch(num_tokens: int, seed: int = 0, masked: tuple[int, ...] = ()) -> tuple
     )  # fmt: skip
     sequence = np.arange(num_tokens, dtype=np.int32) // 3
     totals = Totals(np.float32(mask.sum()), np.float32(len(set(sequence[mask].tolist()))))
-    return logp, Tokens(mask, old, ref, advantage, sequence), totals
+    return logp, Tokens(mask, old, ref, advantage, sequence, np.ones(num_tokens, np.float32)), totals
 
 
 @cache
@@ -172,7 +172,7 @@ def test_on_a_two_token_bandit_the_expected_gradient_is_the_policy_gradient(thet
     t = jnp.asarray(theta, jnp.float32)
     p = np.exp(theta) / np.exp(theta).sum()
     old = jax.nn.log_softmax(t)
-    tokens = Tokens(np.ones(2, bool), old, np.zeros(2, np.float32), np.float32(p * reward), np.arange(2))
+    tokens = Tokens(np.ones(2, bool), old, np.zeros(2, np.float32), np.float32(p * reward), np.arange(2), np.ones(2))
     one = Totals(np.float32(1), np.float32(1))
     gradient = jax.grad(lambda x: grpo().loss(jax.nn.log_softmax(x), tokens, one)[0])(t)
     np.testing.assert_allclose(gradient, -p * (reward - (p * reward).sum()), atol=1e-6)

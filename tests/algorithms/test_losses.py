@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.algorithms.losses import KLEstimator, clipped_surrogate, kl_estimate, masked
+from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithms.losses import KLEstimator, Tokens, Totals, clipped_surrogate, kl_estimate, masked
+from lockstep.config import AlgorithmConfig
+from lockstep.train.loop import mean_kl
+from lockstep.types import Fingerprint, Trajectory
 
 ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
 LOW, HIGH = 0.2, 0.28
@@ -168,3 +173,45 @@ def test_masking_an_input_stops_its_gradient_too(garbage: float) -> None:
     np.testing.assert_array_equal(masked(x, mask), [2.0, 0.0, 3.0])
     gradient = jax.grad(lambda y: (jnp.exp(masked(y, mask)) ** 2).sum())(x)
     assert gradient[1] == 0.0 and np.isfinite(gradient).all()
+
+
+# -- where ids were cut off --------------------------------------------------------------------------------------------
+
+# Five ids; the three likeliest are kept, with mass 14/16, so that q = (4, 2, 1) / 7: seven tokens are the whole of it.
+P, R = np.array([8, 4, 2, 1, 1]) / 16, np.array([1, 5, 4, 3, 3]) / 16
+KEPT, DRAWN = np.array([0, 1, 2]), np.array([0, 0, 0, 0, 1, 1, 2])
+
+
+def kept_value(name: str) -> float:
+    """What the ids kept contribute to the whole softmax's expectation, by enumeration."""
+    return float(sum(P[y] * kl_estimate(name, np.log(P[y]), np.log(R[y]), np) for y in KEPT))
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_weighted_with_the_kept_mass_an_estimate_is_the_policys_over_the_ids_kept(name: str) -> None:
+    fingerprint = Fingerprint("", "", "", "")
+    one = Trajectory(
+        np.array([0], np.int32), DRAWN.astype(np.int32), np.log(P[DRAWN]).astype(np.float32), np.zeros(7, np.int32),
+        "length", 0, "g", 0, fingerprint, reference_logprobs=np.log(R[DRAWN]).astype(np.float32),
+        kept_logmass=np.full(7, np.log(14 / 16), np.float32),
+    )  # fmt: skip
+    np.testing.assert_allclose(mean_kl(name, [one.logprobs], [one]), kept_value(name), rtol=1e-5)
+    whole = replace(one, kept_logmass=None)
+    np.testing.assert_allclose(mean_kl(name, [one.logprobs], [whole]), kept_value(name) * 16 / 14, rtol=1e-5)
+    kl = float((P * np.log(P / R)).sum())
+    if name == "k3":
+        assert 0 < kept_value(name) < kl
+
+
+def test_so_is_the_gradient_of_the_penalty() -> None:
+    """Of k2, whose gradient is the reverse KL's: the sum over ids kept of p log(p / r) (one-hot - p), enumerated."""
+    theta = jnp.log(jnp.asarray(P, jnp.float32))
+    weight = np.full(7, 14 / 16, np.float32)
+    logp = jax.nn.log_softmax(theta)[DRAWN]
+    tokens = Tokens(np.ones(7, bool), logp, np.log(R[DRAWN]).astype(np.float32), np.zeros(7), np.arange(7), weight)
+    algorithm = GRPO.from_config(AlgorithmConfig(kl_coef=1.0, kl_estimator="k2"))
+    totals = Totals(np.float32(7), np.float32(1))
+    gradient = jax.grad(lambda t: algorithm.loss(jax.nn.log_softmax(t)[DRAWN], tokens, totals)[0])(theta)
+    wanted = sum(P[y] * np.log(P[y] / R[y]) * (np.eye(5)[y] - P) for y in KEPT)
+    np.testing.assert_allclose(gradient, wanted, atol=1e-6)
+    assert np.abs(gradient - wanted * 16 / 14).max() > 1e-3, "unweighted, it would be this"

@@ -21,7 +21,7 @@ from lockstep.cluster.programs import padded_pages, padded_rows
 from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError, SyncError
 from lockstep.models.decoder import Numerics
 from lockstep.models.tokenizer import Tokenizer
-from lockstep.rollout.engine import Engine, decoding_digest, enough_pages, make_fingerprint, request_seed
+from lockstep.rollout.engine import Engine, decoding_digest, make_fingerprint, request_seed
 from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
 
 NO_STOPS: frozenset[int] = frozenset()
@@ -354,12 +354,6 @@ def test_positions_are_padded_to_few_sizes(count: int, page: int) -> None:
     size = padded_pages(count, page)
     assert size >= count and size % page == 0 and (size // page).bit_count() == 1
     assert size == page or size < 2 * count
-
-
-@given(st.integers(1, 64), st.integers(1, 60), st.integers(1, 60), st.sampled_from([1, 3, 16]))
-def test_enough_pages_are_enough(slots: int, prompt_length: int, new_tokens: int, page: int) -> None:
-    each = -(-prompt_length // page) + -(-new_tokens // page)
-    assert enough_pages(slots, prompt_length + new_tokens, page) >= slots * each
 
 
 def test_the_fingerprint_tells_apart_what_decides_a_log_probability(tiny_folder) -> None:

@@ -275,5 +275,7 @@ def test_tokens_of_a_cut_distribution_weigh_the_mass_that_was_kept() -> None:
     (_, start, stop), (_, other, end) = made[0].spans
     plain, cut = (m.tokens.advantage for m in made)
     np.testing.assert_array_equal(cut[start:stop], np.float32(case.advantages[0] * np.exp(kept)))
+    np.testing.assert_array_equal(made[1].tokens.weight[start:stop], np.exp(kept))
+    assert (made[0].tokens.weight == made[0].tokens.mask).all(), "1 for every token, 0 for padding"
     np.testing.assert_array_equal(cut[other:end], plain[other:end])
     np.testing.assert_array_equal(made[1].tokens.old_logp, made[0].tokens.old_logp)

@@ -4,7 +4,8 @@
     L   = -1/N sum_t [ min(r_t A, clip(r_t, 1 - low, 1 + high) A) - beta KL_t ],     r_t = exp(logp_t - old_logp_t)
 
 N counts the completion tokens of the whole batch ("token mean", as DAPO and TRL's default aggregate; the paper averages
-per sequence first, which weights a token by the inverse of its completion's length).
+per sequence first, which weights a token by the inverse of its completion's length). Where ids were cut off when
+sampling, A and KL_t are weighted with the mass that was kept (`losses.kl_estimate`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class GRPO:
         """
         logp, old, ref, adv = (masked(x, tokens.mask) for x in (logp, *tokens[1:4]))
         surrogate, ratio, clipped = clipped_surrogate(logp, old, adv, self.clip_low, self.clip_high)
-        kl = kl_estimate(self.kl_estimator, logp, ref)
+        kl = masked(tokens.weight, tokens.mask) * kl_estimate(self.kl_estimator, logp, ref)
 
         def mean(x: jax.Array) -> jax.Array:
             return jnp.where(tokens.mask, x, 0.0).sum() / totals.tokens

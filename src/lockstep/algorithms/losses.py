@@ -20,14 +20,16 @@ class Tokens(NamedTuple):
     """Completion tokens of one micro-batch, each field [M].
 
     mask: True for a real token. old_logp: the record. ref_logp: the reference's, or zeros where no term uses it.
-    advantage: the sample's. sequence: the sample's number, for losses that first sum over a sequence (GSPO, Dr. GRPO);
-    GRPO reads none."""
+    advantage: the sample's, times `weight`. sequence: the sample's number, for losses that first sum over a sequence
+    (GSPO, Dr. GRPO); GRPO reads none. weight: the token's probability under the policy over that under the
+    distribution it was drawn from: the mass kept where ids were cut off, else 1."""
 
     mask: Any
     old_logp: Any
     ref_logp: Any
     advantage: Any
     sequence: Any
+    weight: Any
 
 
 class Totals(NamedTuple):
@@ -61,6 +63,14 @@ def kl_estimate(name: KLEstimator, logp: Any, ref_logp: Any, xp: ModuleType = jn
     k1 = -d: unbiased, high variance; as a loss its expected gradient is zero.
     k2 = d^2 / 2: biased value; its gradient is the reverse KL's.
     k3 = exp(d) - 1 - d: unbiased, never negative; as a loss its expected gradient is the *forward* KL's.
+
+    Where ids were cut off when sampling, tokens come from q = p / m on the ids kept, m being the policy's mass of them,
+    and each estimate is to be multiplied by m (`Tokens.weight`; a constant, like the draw). Then, at each place,
+    E_q[m k] = sum over the kept ids of p k: what the kept ids contribute to the whole softmax's value, and m times the
+    gradient is what they contribute to its gradient. No sample speaks for the ids cut off. k2 and k3 are nowhere
+    negative, so theirs is a lower bound of what all ids would give (of KL itself for k3); k1's is not. Unweighted, the
+    expectation is larger by 1 / m, and compares p with the reference under a distribution that is not the policy's.
+    Which places are visited is the truncated distribution's either way.
 
     xp: the arrays' namespace: jax.numpy to differentiate; numpy (for metrics, of any length, without compiling).
     """

@@ -105,7 +105,11 @@ def _expect_training(config: Config, trained: Trained, expect: Any) -> None:
     old32 = np.concatenate([t.logprobs for t, _, _ in trained])
     new32 = np.concatenate([lp for _, _, lp in trained])
     old, new = old32.astype(np.float64), new32.astype(np.float64)
-    advantage = np.concatenate([np.full(len(lp), a) for _, a, lp in trained])
+    kept = np.concatenate(
+        [np.zeros(len(lp)) if t.kept_logmass is None else t.kept_logmass.astype(np.float64) for t, _, lp in trained]
+    )
+    mass = np.exp(kept)
+    advantage = mass * np.concatenate([np.full(len(lp), a) for _, a, lp in trained])
     d = new - old
     ratio, weight = np.exp(d), np.exp(d - d.max())
     free = ratio * advantage
@@ -114,7 +118,7 @@ def _expect_training(config: Config, trained: Trained, expect: Any) -> None:
     references = [t.reference_logprobs for t, _, _ in trained]
     if all(ref is not None for ref in references):
         ref = np.concatenate([ref for ref in references if ref is not None]).astype(np.float64)
-        kl = k_estimate(algorithm.kl_estimator, new, ref)
+        kl = mass * k_estimate(algorithm.kl_estimator, new, ref)
         expect(DEVICE, **{f"kl/{algorithm.kl_estimator}": float(kl.mean())})
         loss = loss + algorithm.kl_coef * kl
     expect(

@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from lockstep.audit.check import Finding, failed, not_applicable, passed
 from lockstep.audit.diagnose import likely_cause, mismatch_words, worst_tokens
 from lockstep.audit.subject import Subject, gap
 from lockstep.cluster.devices import device_kinds
+from lockstep.cluster.quantised_weights import layer_matrices
 from lockstep.errors import MismatchError
-from lockstep.rollout.engine import make_fingerprint
+from lockstep.models.quantise import DTYPES, SCALE_DTYPE, Quantised, Storage
+from lockstep.rollout.engine import Engine, make_fingerprint
+from lockstep.train.assembly import make_storage
 from lockstep.train.policy import TRAINABLE_DTYPE, sampler_dtype
 from lockstep.train.trainer import mismatch
 from lockstep.types import Fingerprint
@@ -33,7 +37,9 @@ def record_equals_recompute(subject: Subject) -> Finding:
     if subject.exact:
         right = values["mismatch/unequal_tokens"] == 0
     else:
-        figure += f"; fast mode allows {subject.bound:g} nats and ESS {LEAST_ESS}"
+        storage = make_storage(subject.config)
+        mode = f"fast mode with {storage}" if storage.quantised else "fast mode"
+        figure += f"; {mode} allows {subject.bound:g} nats and ESS {LEAST_ESS}"
         right = values["mismatch/max_abs"] <= subject.bound and values["mismatch/ess"] >= LEAST_ESS
     if right:
         return passed(figure)
@@ -151,6 +157,14 @@ def dtypes(subject: Subject) -> Finding:
         "frozen": (kinds(cluster.trainer.frozen), subject.config.model.dtype),
         "frozen at the sampler": (kinds(cluster.rollout_frozen), subject.config.model.dtype),
     }
+    wanted = make_storage(subject.config)
+    for what, (kind, asked) in sampler_holds(cluster.engine, wanted, actor.dtype).items():
+        if kind != asked:
+            return failed(
+                f"the sampler's {what} is held as {kind}, expected {asked} ({wanted})",
+                "the engine was not made with the recipe's rollout.kv_dtype and rollout.weights_dtype",
+                "pass both to the engine and to the fingerprint; the trajectories' identity names them",
+            )
     words = "; ".join(f"{name} {kind}" for name, (kind, _) in held.items() if kind)
     wrong = [f"{name} leaves are {kind}, expected {wanted}" for name, (kind, wanted) in held.items()
              if kind not in ("", wanted)]  # fmt: skip
@@ -160,10 +174,29 @@ def dtypes(subject: Subject) -> Finding:
             "a side holds its weights in another type than the recipe's: digests cannot be equal, and bits differ",
             "cast where the map declares it, and only there",
         )
-    return passed(f"{words}; arithmetic {actor.dtype}, tiles of {actor.tile_rows} rows, pages of {actor.page_size}")
+    return passed(
+        f"{words}; arithmetic {actor.dtype}, tiles of {actor.tile_rows} rows, pages of {actor.page_size}; at the "
+        f"sampler {wanted}"
+    )
 
 
-def kinds(tree: Mapping[str, Any]) -> str:
+def sampler_holds(engine: Engine, storage: Storage, dtype: str) -> dict[str, tuple[str, str]]:
+    """What -> (types of the arrays that the engine reads, the types that `storage` means)."""
+    assert engine._weights is not None, "nothing was installed"
+    kv = dtype if storage.kv == "compute" else f"{SCALE_DTYPE}/{DTYPES[storage.kv]}"
+    matrices = {
+        "int8" if isinstance(leaf, Quantised) else "compute"
+        for layer in engine._weights.layers
+        for name, leaf in layer.items()
+        if isinstance(leaf, Quantised) or name in layer_matrices({name: leaf})
+    }
+    return {
+        "key-value cache": (kinds(dict(enumerate(jax.tree.leaves(engine._pools)))), kv),
+        "layer matrices": ("/".join(sorted(matrices)), storage.weights),
+    }
+
+
+def kinds(tree: Mapping[Any, Any]) -> str:
     """Types of a tree's leaves."""
     return "/".join(sorted({leaf.dtype.name for leaf in tree.values()}))
 
@@ -173,8 +206,9 @@ def fingerprint(subject: Subject) -> Finding:
     cluster = subject.cluster
     programs = cluster.trainer.programs
     own = make_fingerprint(
-        cluster.tokenizer, cluster.sampling, programs.num, device_kinds(list(programs.mesh.devices.flat))
-    )
+        cluster.tokenizer, cluster.sampling, programs.num, device_kinds(list(programs.mesh.devices.flat)),
+        make_storage(subject.config),
+    )  # fmt: skip
     carried = [t.fingerprint for t in subject.batch]
     sides = {"the run's": cluster.fingerprint, "the sampler's": cluster.engine.fingerprint}
     sides |= {f"a sample's ({t.group_id}, {t.index})": t.fingerprint for t in subject.batch}

@@ -25,7 +25,7 @@ from lockstep.envs.base import Score
 from lockstep.envs.rewards import Reward
 from lockstep.rollout.engine import make_fingerprint, request_seed
 from lockstep.sync.receipt import SyncReceipt
-from lockstep.train.assembly import Cluster, make_optimizer
+from lockstep.train.assembly import Cluster, make_optimizer, make_storage
 from lockstep.train.batching import MicroBatch, make_micro_batches
 from lockstep.train.forward import score
 from lockstep.train.loop import Loop
@@ -40,6 +40,7 @@ MOVING_LR = 1e-3  # what makes a step visible in float32, whatever the recipe's 
 STRENGTH = 0.1  # of a perturbation, relative to a leaf's own size (root mean square; 1 where the leaf is all zeros)
 VISIBLE = 0.05  # nats per token by which a perturbation has to move the policy; else it is made stronger, RAISED times
 RAISED, FACTOR = 4, 4
+QUANTISED_BOUND = 5.0  # nats of one token; improbable ones are far off, so the effective sample size is what judges
 
 Tree = Mapping[str, jax.Array]
 
@@ -56,6 +57,7 @@ def in_small(config: Config, folder: Path) -> Config:
             "samples": samples,
             "slots": slots,
             "num_pages": 0,
+            "kv_memory_mib": 0,
             "max_new_tokens": min(NEW_TOKENS, rollout.max_new_tokens),
         },
         "train": {"select": "all", "select_count": 0, "save_trajectories": True},
@@ -127,7 +129,9 @@ class Subject:
 
     @property
     def bound(self) -> float:
-        """Nats by which a record may be off: none in exact mode, else what rounding alone may make."""
+        """Nats by which a record may be off: none in exact mode, else what rounding alone may make, or eight bits."""
+        if make_storage(self.config).quantised:
+            return QUANTISED_BOUND
         return 0.0 if self.exact else PROBE_BOUND[self.config.model.dtype]
 
     @property
@@ -192,7 +196,7 @@ class Subject:
         sampling = replace(cluster.sampling, max_new_tokens=self.recipe.rollout.max_new_tokens)
         programs = cluster.engine.programs
         kinds = device_kinds(list(programs.mesh.devices.flat))
-        return make_fingerprint(cluster.tokenizer, sampling, programs.num, kinds)
+        return make_fingerprint(cluster.tokenizer, sampling, programs.num, kinds, make_storage(self.config))
 
     # -- the sync ------------------------------------------------------------------------------------------------------
 

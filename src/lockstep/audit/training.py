@@ -278,7 +278,7 @@ def policy_gradient(subject: Subject) -> Finding:
     count = 7  # of the whole batch, of which this is a part
     held = (ratio > 1 + algorithm.clip_high) & (advantage > 0)
     wanted = np.where(mask & ~held, -advantage * ratio / count, 0.0)
-    tokens = Tokens(mask, old, logp, advantage.astype(np.float32), np.zeros(6, np.int32))
+    tokens = Tokens(mask, old, logp, advantage.astype(np.float32), np.zeros(6, np.int32), np.ones(6, np.float32))
     got = _loss_gradient(subject, tokens, logp, count)
     at = int(np.argmax(np.abs(got - wanted)))
     if abs(got[at] - wanted[at]) > 1e-5:
@@ -313,7 +313,7 @@ def kl_gradient(subject: Subject) -> Finding:
     d = (ref - logp).astype(np.float64)
     slope = {"k1": np.ones(3), "k2": -d, "k3": 1 - np.exp(d)}[name]
     wanted = algorithm.kl_coef * slope / 3
-    tokens = Tokens(np.ones(3, bool), logp, ref, np.zeros(3, np.float32), np.zeros(3, np.int32))
+    tokens = Tokens(np.ones(3, bool), logp, ref, np.zeros(3, np.float32), np.zeros(3, np.int32), np.ones(3, np.float32))
     got = _loss_gradient(subject, tokens, logp, 3)
     value = float(algorithm.loss(jnp.asarray(logp), Tokens(*map(jnp.asarray, tokens)), Totals(3.0, 1.0))[0])
     meant = algorithm.kl_coef * float(k_estimate(name, logp.astype(np.float64), ref.astype(np.float64)).mean())

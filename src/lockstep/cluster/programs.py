@@ -26,6 +26,7 @@ from lockstep.cluster import short_tiles
 from lockstep.cluster.sharding import gather, reduce_gradient, spec_for
 from lockstep.models import decoder
 from lockstep.models.decoder import LayerConstants, Numerics, Pool, Rows, Weights
+from lockstep.models.quantise import KVType, Quantised, blank
 from lockstep.models.spec import Leaf, ModelSpec, require_decoder
 
 BACKWARD_ROWS = 128  # bounds the memory of attention and head in the backward pass, whose bits nobody compares
@@ -36,7 +37,7 @@ class SplitWeights:
     """A parameter tree as the programs take it: per layer, per role in the network. All views of the same arrays."""
 
     embed: jax.Array
-    layers: tuple[dict[str, jax.Array], ...]
+    layers: tuple[dict[str, Any], ...]
     head: dict[str, jax.Array]
 
     @staticmethod
@@ -93,10 +94,10 @@ class Programs:
         """Host arrays with a leading global row dimension, onto the mesh."""
         return jax.device_put(tree, self.row_sharding)
 
-    def new_pools(self, rows_per_device: int) -> list[Pool]:
+    def new_pools(self, rows_per_device: int, kv: KVType = "compute") -> list[Pool]:
         """A zeroed key/value pool per layer, `rows_per_device` rows on every device."""
         shape = (self.num_devices * rows_per_device, self.spec.num_kv_heads, self.spec.head_dim)
-        make = jax.jit(lambda: jnp.zeros(shape, self.num.dtype), out_shardings=self.row_sharding)
+        make = jax.jit(lambda: blank(shape, self.num.dtype, kv), out_shardings=self.row_sharding)
         return [(make(), make()) for _ in range(self.spec.num_layers)]
 
     def embed(self, weights: SplitWeights, tokens: jax.Array) -> jax.Array:
@@ -161,11 +162,11 @@ class Programs:
 
         return jax.shard_map(precise, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def _of(self, w: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-        return {k: self._specs[k] for k in w}
+    def _of(self, w: Mapping[str, Any]) -> dict[str, Any]:
+        return specs_like(w, self._specs)
 
-    def _gathered(self, w: Weights) -> dict[str, jax.Array]:
-        return {k: gather(v, self._specs[k]) for k, v in w.items()}
+    def _gathered(self, w: Weights) -> dict[str, Any]:
+        return {k: jax.tree.map(gather, w[k], spec) for k, spec in self._of(w).items()}
 
     def _embed_program(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         def body(t: jax.Array, ids: jax.Array) -> jax.Array:
@@ -284,6 +285,14 @@ class Programs:
 
         r, e = self.rows_spec, self._specs["embed"]
         return self._map(body, (e, r, r), e)(table, tokens, dx)
+
+
+def specs_like(w: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, Any]:
+    """The partition specs of leaves: a quantised matrix's scales, one per output channel, are cut as its last dim."""
+    return {
+        k: Quantised(specs[k], PartitionSpec(*specs[k][-1:])) if isinstance(v, Quantised) else specs[k]
+        for k, v in w.items()
+    }
 
 
 def padded_rows(count: int, tile_rows: int) -> int:

@@ -9,9 +9,12 @@ samples share is computed once. Positions are visited in blocks of fixed size wi
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from lockstep.models.quantise import Held, Quantised, dequantise
 from lockstep.ops import fence
 
 NO_WINDOW = 1 << 30
@@ -24,7 +27,7 @@ BLOCK = 64
 
 
 def attend(
-    pool: tuple[jax.Array, jax.Array],
+    pool: tuple[Held, Held],
     q: jax.Array,
     read: jax.Array,
     length: jax.Array,
@@ -37,16 +40,17 @@ def attend(
 ) -> jax.Array:
     """Attention output [N, Q*H] of N query rows.
 
-    pool: keys and values, each [R, K, H]. q [N, Q, H]. read [N, S] int32: pool row that holds position s of the row's
-    sequence, S a multiple of page_size. length [N] int32: the row sees positions 0..length-1 (itself included), >= 1.
-    window: int32 scalar, only the last `window` of those positions count. Scores and sums are float32.
+    pool: keys and values, each [R, K, H], quantised or not. q [N, Q, H]. read [N, S] int32: pool row that holds
+    position s of the row's sequence, S a multiple of page_size. length [N] int32: the row sees positions 0..length-1
+    (itself included), >= 1. window: int32 scalar, only the last `window` of those positions count. Scores and sums are
+    float32.
     remat: the form that can be differentiated: it visits all S positions, where the other stops at the longest row's
     end, and a block's keys and values are gathered again on the way back rather than kept.
     Pool rows outside what a row sees never reach it, whatever they hold: garbage left over, NaN, positions ahead.
     """
     keys, values = pool
     n, num_heads, head_dim = q.shape
-    num_kv = keys.shape[1]
+    num_kv = jax.tree.leaves(keys)[0].shape[1]
     qg = q.reshape(n, num_kv, num_heads // num_kv, head_dim)
     size = -(-BLOCK // page_size) * page_size
     read = jnp.pad(read, ((0, 0), (0, -read.shape[1] % size)))
@@ -60,7 +64,7 @@ def attend(
         # A weight of zero does not hide a NaN or an infinity: instead of what it may not see a row reads itself. That
         # costs a choice of indices, not of keys and values.
         rows = jnp.where(seen, rows, own)
-        k, v = fence(tuple(_rows_of(y, rows) for y in (keys, values)))
+        k, v = fence(tuple(_read(y, rows, q.dtype) for y in (keys, values)))
         # Products and sums, here in order of position, rather than many small matrix products: faster on the CPU, and
         # the order does not change with the number of rows.
         s = scale * jnp.moveaxis(_products(qg[:, None], k).sum(-1), 1, -1)
@@ -93,8 +97,15 @@ def attend(
     return (acc / total[..., None]).astype(q.dtype).reshape(n, num_heads * head_dim)
 
 
+def _read(side: Held, rows: jax.Array, dtype: Any) -> jax.Array:
+    """[N, P, K, H] of keys or values, in `dtype` where they are quantised."""
+    if isinstance(side, Quantised):
+        return dequantise(Quantised(*(_rows_of(y, rows) for y in side)), dtype)
+    return _rows_of(side, rows)
+
+
 def _rows_of(pool: jax.Array, rows: jax.Array) -> jax.Array:
-    """[N, P, K, H] of a pool [R, K, H] and rows [N, P]. Flat: XLA:CPU copies long rows faster than short ones."""
+    """[N, P, K, H] of a pool [R, K, H] (or [N, P, K] of [R, K]) and rows [N, P]. Flat: XLA:CPU copies long rows faster than short ones."""
     flat = pool.reshape(pool.shape[0], -1).at[rows].get(mode="promise_in_bounds")
     return flat.reshape(*rows.shape, *pool.shape[1:])
 

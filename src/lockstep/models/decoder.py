@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.models.attention import NO_WINDOW, attend
+from lockstep.models.quantise import Held, Quantised, product, put
 from lockstep.models.spec import ModelSpec
 from lockstep.ops import LANES, fence, log_normaliser, rms_norm, rotate, softcap, temperature_scaled, tiled
 
-Weights = Mapping[str, jax.Array]
-Pool = tuple[jax.Array, jax.Array]
+Weights = Mapping[str, Any]  # arrays; the sampler's matrices may be `Quantised`
+Pool = tuple[Held, Held]
 
 HEAD_ROWS = 32
 ATTENTION_ROWS = 8
@@ -84,7 +85,7 @@ class LayerConstants:
 
 def linear(w: Weights, name: str, x: jax.Array, lora_scale: float) -> jax.Array:
     """x @ W (+ bias) (+ scale * (x @ A) @ B), the last term being LoRA (Hu et al. 2021, arXiv:2106.09685)."""
-    y = x @ w[name]
+    y = product(x, w[name])
     if f"{name}.lora_a" in w:
         y = y + lora_scale * ((x @ w[f"{name}.lora_a"]) @ w[f"{name}.lora_b"])
     return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
@@ -110,9 +111,9 @@ def _out_and_mlp(spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, atten
     return x + post(linear(w, "down", gate * linear(w, "up", h, num.lora_scale), num.lora_scale), "mlp_post_norm")
 
 
-def cast(w: Weights, dtype: str) -> dict[str, jax.Array]:
-    """Weights in the compute dtype, once per call and outside the tiles."""
-    return {k: v.astype(dtype) for k, v in w.items()}
+def cast(w: Weights, dtype: str) -> dict[str, Any]:
+    """Weights in the compute dtype, once per call and outside the tiles; what is quantised stays so."""
+    return {k: v if isinstance(v, Quantised) else v.astype(dtype) for k, v in w.items()}
 
 
 def embed(spec: ModelSpec, num: Numerics, table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -140,7 +141,7 @@ def layer(
     w = cast(w, num.dtype)
     live = rows.pos >= 0
     q, k, v = tiled(lambda s, *r: _qkv(spec, num, s, *r), num.tile_rows, live, (w, inv_freq), x, rows.pos)
-    pool = (pool[0].at[rows.write].set(k), pool[1].at[rows.write].set(v))
+    pool = (put(pool[0], rows.write, k), put(pool[1], rows.write, v))
 
     def attention(shared: tuple[Pool, jax.Array], *r: jax.Array) -> jax.Array:
         q, read, length = r

@@ -24,13 +24,17 @@ import numpy as np
 from lockstep.cluster.decoding import DecodeSteps
 from lockstep.cluster.devices import host_processor
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages
+from lockstep.cluster.quantised_weights import Int8Weights
 from lockstep.cluster.short_tiles import HEIGHTS
 from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError, SyncError
 from lockstep.models.decoder import Numerics, Rows
+from lockstep.models.quantise import AS_COMPUTED, Storage
 from lockstep.models.spec import Leaf
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout import ahead
 from lockstep.rollout.drafts import Drafts, Payoff
+from lockstep.rollout.pool_size import describe_pool, enough_pages
+from lockstep.rollout.routing import best_device
 from lockstep.rollout.sampler import Sampler, Want
 from lockstep.rollout.scheduler import MAX_WAITING, Scheduler
 from lockstep.rollout.stops import Decode
@@ -46,19 +50,18 @@ def request_seed(run_seed: int, step: int, prompt_id: str, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def enough_pages(slots: int, max_positions: int, page_size: int) -> int:
-    """Pages with which every slot can hold `max_positions` (prompt and completion each end in a page of their own)."""
-    return slots * (-(-max_positions // page_size) + 1)
-
-
-def make_fingerprint(tokenizer: Tokenizer, sampling: SamplingParams, num: Numerics, device_kinds: str) -> Fingerprint:
+def make_fingerprint(
+    tokenizer: Tokenizer, sampling: SamplingParams, num: Numerics, device_kinds: str, storage: Storage = AS_COMPUTED
+) -> Fingerprint:
     """Identity of everything but the weights that decides a recorded log-probability.
 
-    device_kinds: of the rollout mesh. On the CPU the processor's instruction set and the number of cores belong to it:
-    they decide how XLA vectorises a loop and cuts a matrix product.
+    storage: the engine's. device_kinds: of the rollout mesh. On the CPU the processor's instruction set and the number
+    of cores belong to it: they decide how XLA vectorises a loop and cuts a matrix product.
     """
     made_by = [jax.__version__, jaxlib.__version__, device_kinds, host_processor() if device_kinds == "cpu" else ""]
     numerics = [num.dtype, num.tile_rows, num.page_size, num.lora_scale, *made_by]
+    if storage.quantised:
+        numerics += [f"kv {storage.kv}", f"weights {storage.weights}"]
     return Fingerprint(
         tokenizer.fingerprint, tokenizer.template_fingerprint, decoding_digest(sampling), json_digest(numerics)
     )
@@ -110,7 +113,7 @@ class Engine:
     samples are kept on the host where that is cheaper ("auto"), always, or never. decode: text of ids, for stop texts.
     drafts: guesses of at most draft_tokens tokens per sample and pass, as many as make_payoff(draft_tokens, rows of a
     tile) finds worth it; see `drafts`. decode_steps: steps that are taken at once at most where nobody has to look at
-    what they draw; see `ahead`.
+    what they draw; see `ahead`. storage: eight-bit keys, values, matrices; in fast mode only (ConfigError).
     """
 
     def __init__(
@@ -128,19 +131,22 @@ class Engine:
         draft_tokens: int = 4,
         decode_steps: int = ahead.STEPS,
         make_payoff: Callable[[int, int], Payoff] = Payoff,
+        storage: Storage = AS_COMPUTED,
         fingerprint: Fingerprint,
     ) -> None:
         page = programs.num.page_size
-        self.programs, self.fingerprint = programs, fingerprint
+        storage.require_fast(programs.num.tile_rows)
+        self.programs, self.fingerprint, self.storage = programs, fingerprint, storage
         self.num_pages = num_pages or enough_pages(slots, max_positions, page)
         self._trash = self.num_pages * page
         self.max_positions = max_positions
         self._shapes: set[tuple[int, ...]] = set()
         max_rows = max(slots, prefill_rows)
-        self._pools = programs.new_pools(self._trash + 1)
+        self._pools = programs.new_pools(self._trash + 1, storage.kv)
         leaves = jax.tree.leaves(self._pools)
         self._pool_rows = PoolRows(programs, self._trash)
         self.swap_costs = SwapCosts(sum(a.nbytes // a.shape[0] for a in leaves))
+        self._to_int8 = Int8Weights(programs) if storage.weights == "int8" else None
         pays = {"auto": self.swap_costs.pays, "always": lambda rows: True, "never": None}[swap]
         unit = min(programs.num.tile_rows or HEIGHTS[0], HEIGHTS[0])  # rows by which the time of a pass may differ
         self._shards = [
@@ -166,7 +172,11 @@ class Engine:
         self.stats = EngineStats()
 
     def kv_bytes_per_device(self) -> int:
-        return sum(2 * k.nbytes for k, _ in self._pools) // self.programs.num_devices
+        return sum(a.nbytes for a in jax.tree.leaves(self._pools)) // self.programs.num_devices
+
+    def describe_pool(self) -> str:
+        page = self.programs.num.page_size
+        return describe_pool(self.num_pages, page, self.max_positions, self.kv_bytes_per_device())
 
     def install(self, version: PolicyVersion, params: Mapping[str, jax.Array]) -> None:
         """Serve `params` as `version` from the next pass on. Only while nothing runs: no sequence changes policy.
@@ -179,7 +189,9 @@ class Engine:
                 f"{self.version}; let them finish (step until not busy) or abort them first"
             )
         check_leaves(params, self.programs.leaves, version)
-        self._weights = SplitWeights.of(params, self.programs.spec.num_layers)
+        weights = SplitWeights.of(params, self.programs.spec.num_layers)
+        # Made anew whatever came: a copy that is kept where a leaf seems to be the same is one that can be stale.
+        self._weights = weights if self._to_int8 is None else self._to_int8(weights)
         self.version = version
         for shard in self._shards:
             shard.renew((next(self._installs), version, self.programs.num))
@@ -222,7 +234,7 @@ class Engine:
         return request
 
     def submit(self, prompt: Prompt, seeds: Sequence[int], params: SamplingParams) -> None:
-        """Queue one prompt with a sample per seed, on the device with the least to do.
+        """Queue one prompt with a sample per seed, on the device that `routing` chooses.
 
         Raises, with nothing queued: CapacityError for a prompt that is empty, too long or holds an unknown id;
         ConfigError for parameters without meaning; DataError for a prompt id that is under way already; QueueFullError
@@ -238,8 +250,7 @@ class Engine:
 
     def enqueue(self, request: Request) -> None:
         """`submit` without its checks, for requests that are known to be right."""
-        open_ = [s for s in self._shards if s.accepts(request)]
-        min(open_ or self._shards, key=lambda s: s.load).submit(request)
+        best_device(self._shards, request).submit(request)
 
     def check_integrity(self) -> list[tuple[int, int, int, int]]:
         """(free, cached, used, total) pages of each device; asserts that the books balance."""

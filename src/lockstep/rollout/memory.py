@@ -13,7 +13,13 @@ import numpy as np
 
 from lockstep.rollout.pages import PagePool
 from lockstep.rollout.prefix import PrefixCache
-from lockstep.rollout.work import GroupWork, Sequence, no_rows
+from lockstep.rollout.work import GroupWork, Request, Sequence, no_rows
+
+
+def _limit(request: Request) -> int:
+    """Prompt positions that may come from the cache: not the last, whose hidden state the first token is drawn from,
+    and none where every position is to be scored."""
+    return 0 if request.params.prompt_logprobs else len(request.prompt.ids) - 1
 
 
 class Memory:
@@ -51,10 +57,9 @@ class Memory:
         entries = self.cache.match(self.identity, ids, limit)
         return np.concatenate([no_rows(), *(e.rows for e in entries)]), len(entries)
 
-    def _limit(self, group: GroupWork) -> int:
-        """Prompt positions that may come from the cache: not the last, whose hidden state the first token is drawn
-        from, and none where every position is to be scored."""
-        return 0 if group.request.params.prompt_logprobs else group.prompt_length - 1
+    def known_positions(self, request: Request) -> int:
+        """How many positions of a request's prompt the cache holds now; looking does not count as use."""
+        return self.page_size * self.cache.count(self.identity, request.prompt.ids, _limit(request))
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
@@ -62,7 +67,7 @@ class Memory:
         """Rows for a prompt: those that the cache has, and new ones. False, and nothing taken, if not `spare` pages are
         left then."""
         ids, total = group.request.prompt.ids, self.prompt_pages(group.prompt_length)
-        rows, known = self._known(ids, self._limit(group))
+        rows, known = self._known(ids, _limit(group.request))
         held = self._pages_of(rows)
         self.pages.hold(held)
         if self.pages.num_available < total - known + spare:
@@ -80,7 +85,7 @@ class Memory:
     def is_coming(self, group: GroupWork, others: Iterable[GroupWork]) -> bool:
         """Whether one of `others` computes the very ids that come next after what the cache has of the group's prompt:
         then waiting for it saves computing them twice."""
-        ids, limit = group.request.prompt.ids, self._limit(group)
+        ids, limit = group.request.prompt.ids, _limit(group.request)
         stop = (self._known(ids, limit)[1] + 1) * self.page_size
         return stop <= limit and any(g.request.prompt.ids[:stop] == ids[:stop] for g in others if not g.ready)
 

@@ -59,6 +59,16 @@ class PrefixCache:
             self._push(path[-1])
         return path
 
+    def count(self, identity: Hashable, ids: Sequence[int], limit: int) -> int:
+        """How many entries `match` would find. Changes nothing, the order of eviction included."""
+        at, found = self._roots.get(identity), 0
+        for page in self._pages(ids, limit):
+            at = at.children.get(page) if at is not None else None
+            if at is None:
+                break
+            found += 1
+        return found
+
     def insert(self, identity: Hashable, ids: Sequence[int], rows: np.ndarray) -> None:
         """Remember every whole page of `ids`; rows: pool row of each position, held by the caller. What is known
         already stays as it is."""

@@ -16,6 +16,7 @@ from lockstep.algorithms import ALGORITHMS
 from lockstep.cluster.devices import default_memory, device_kinds, snapshot_memory
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.cluster.quantised_weights import int8_bytes
 from lockstep.cluster.sharding import place
 from lockstep.config import Config, OptimConfig
 from lockstep.envs.base import Task
@@ -27,10 +28,12 @@ from lockstep.models.catalog import LoadedModel
 from lockstep.models.decoder import Numerics
 from lockstep.models.init import init_leaf
 from lockstep.models.lora import LoraSpec
+from lockstep.models.quantise import Storage
 from lockstep.models.spec import ModelSpec, leaf_table
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.draft_model import make_drafts
 from lockstep.rollout.engine import Engine, make_fingerprint
+from lockstep.rollout.pool_size import pages_of_recipe
 from lockstep.rollout.stops import split_stops
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.select import listed
@@ -125,6 +128,10 @@ def make_numerics(config: Config, lora: LoraSpec | None) -> Numerics:
     )
 
 
+def make_storage(config: Config) -> Storage:
+    return Storage(config.rollout.kv_dtype, config.rollout.weights_dtype)
+
+
 def initial_trainable(params: Mapping[str, np.ndarray], leaves: LeafSplit, seed: int) -> dict[str, np.ndarray]:
     """A fresh adapter (B zero, so the policy starts as the base), or the model's own weights in the master dtype."""
     if leaves.lora is not None:
@@ -147,14 +154,18 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
     trainer = _trainer(config, dial, model, leaves)
     base_digests = leaf_digests(trainer.frozen)
     rollout, rollout_frozen, installed = _on_rollout(config, dial, model, leaves, trainer, base_digests)
+    storage = make_storage(config)
     fingerprint = make_fingerprint(
-        model.tokenizer, sampling, rollout.num, device_kinds(list(rollout.mesh.devices.flat))
+        model.tokenizer, sampling, rollout.num, device_kinds(list(rollout.mesh.devices.flat)), storage
     )
     engine = Engine(
         rollout,
         slots=config.rollout.slots,
         max_positions=longest,
-        num_pages=config.rollout.num_pages,
+        num_pages=pages_of_recipe(config.rollout, model.spec, config.model.dtype, longest),
+        max_waiting=config.rollout.max_waiting,
+        swap=config.rollout.swap,
+        storage=storage,
         decode=partial(model.tokenizer.decode, skip_special=False),
         drafts=make_drafts(
             config.rollout.speculation,
@@ -317,6 +328,8 @@ def bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
         },
         "rollout": {"kv": cluster.engine.kv_bytes_per_device()},
     }
+    if cluster.engine.storage.weights == "int8":  # made with the first version, so not there to be measured yet
+        held["rollout"]["int8 matrices"] = int8_bytes(cluster.engine.programs.leaves, dial.role("rollout").axes)
     if not dial.colocated("actor", "rollout"):
         held["rollout"]["parameters"] = device_bytes((cluster.rollout_frozen, cluster.replica.installed))
         held["rollout"]["staged"] = device_bytes(cluster.replica.installed)

@@ -139,8 +139,9 @@ def make_micro_batches(
     """All completion tokens of `trajectories`, each exactly once. advantages [B], one per trajectory.
 
     Where ids were cut off when sampling (`kept_logmass`), each token's advantage is weighted with the mass that was
-    kept. Reference log-probabilities are taken from the trajectories (zeros where they have none). Raises ConfigError
-    where a single sequence exceeds a micro-batch. Trajectories without tokens (aborted early) take no part.
+    kept, which is `Tokens.weight`. Reference log-probabilities are taken from the trajectories (zeros where they have
+    none). Raises ConfigError where a single sequence exceeds a micro-batch. Trajectories without tokens (aborted early)
+    take no part.
     """
     pieces = _pieces(trajectories, geometry.max_rows)
     if not pieces:
@@ -166,7 +167,7 @@ def _lay_out(
     at, sequence = (np.zeros(size, np.int32) for _ in range(2))
     target = np.full(size, -1, np.int32)
     mask = np.zeros(size, bool)
-    old, ref, adv = (np.zeros(size, np.float32) for _ in range(3))
+    old, ref, adv, weight = (np.zeros(size, np.float32) for _ in range(4))
     spans = []
     for d, pieces in enumerate(bins):
         row, out = 0, d * m
@@ -179,21 +180,21 @@ def _lay_out(
                 row = _fill(rows, d * n, row, t.completion_ids[:-1], len(piece.prompt), prompt_rows)
                 span = slice(out, out + len(t.completion_ids))
                 at[span] = np.concatenate([prompt_rows[-1:], np.arange(start, row, dtype=np.int32)])
-                target[span], old[span], adv[span] = t.completion_ids, t.logprobs, advantages[i] * _weight(t)
-                sequence[span], mask[span] = i, True
+                target[span], old[span], weight[span] = t.completion_ids, t.logprobs, kept_mass(t)
+                adv[span], sequence[span], mask[span] = advantages[i] * kept_mass(t), i, True
                 if t.reference_logprobs is not None:
                     ref[span] = t.reference_logprobs
                 spans.append((i, span.start, span.stop))
                 out = span.stop
     return MicroBatch(
-        rows, at, target, np.full(size, temperature, np.float32), Tokens(mask, old, ref, adv, sequence), tuple(spans),
-        sum(p.rows for b in bins for p in b),
+        rows, at, target, np.full(size, temperature, np.float32), Tokens(mask, old, ref, adv, sequence, weight),
+        tuple(spans), sum(p.rows for b in bins for p in b),
     )  # fmt: skip
 
 
-def _weight(t: Trajectory) -> np.ndarray | float:
-    """By how much less likely a token is under the policy than under the distribution that it was drawn from: the mass
-    that was kept where ids were cut off, so that E_drawn[weight * f] is the policy's sum of p * f over the ids kept."""
+def kept_mass(t: Trajectory) -> np.ndarray | float:
+    """[T] a token's probability under the policy over that under the distribution that it was drawn from: the mass that
+    was kept where ids were cut off, so that E_drawn[weight * f] is the policy's sum of p * f over the ids kept."""
     return 1.0 if t.kept_logmass is None else np.exp(t.kept_logmass)
 
 

@@ -7,13 +7,14 @@ import numpy as np
 
 from lockstep.cluster.cuts import bytes_per_device
 from lockstep.cluster.mesh import Dial
+from lockstep.cluster.quantised_weights import int8_bytes
 from lockstep.cluster.roles import ROLES
 from lockstep.config import Config
 from lockstep.models.catalog import load_spec, require_weights
 from lockstep.models.spec import ModelSpec, leaf_table, num_parameters, require_decoder
 from lockstep.plan.answer import plan_of
 from lockstep.plan.request import request_of_recipe
-from lockstep.rollout.engine import enough_pages
+from lockstep.rollout.pool_size import describe_pool, pages_of_recipe, pool_bytes, row_bytes
 from lockstep.text import format_bytes
 from lockstep.train.assembly import longest_sequence, measures_kl, snapshot_column
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
@@ -30,6 +31,7 @@ def describe(config: Config) -> str:
     leaves = split_leaves(config, spec)
     dial = Dial.from_config(config.cluster)
     sizes = planned_bytes(config, dial, spec, leaves)
+    pages, nbytes = planned_pool(config, spec)
     trained = sum(leaf.size for leaf in leaves.trains.values())
     return "\n".join(
         [
@@ -42,6 +44,7 @@ def describe(config: Config) -> str:
             dial.describe(sizes, leaves.all),
             "gradients and staged copies are held for part of each step; activations come on top and are not counted",
             "",
+            describe_pool(pages, config.rollout.page_size, longest_sequence(config, spec), nbytes),
             _sync_cost(config),
         ]
     )
@@ -65,10 +68,6 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
     # Adam's two moments, its counter, and the schedule's.
     trained = bytes_per_device(leaves.trains, actor, master)
     moments = 2 * trained + 2 * np.dtype(np.int32).itemsize
-    longest = longest_sequence(config, spec)
-    pages = config.rollout.num_pages or enough_pages(config.rollout.slots, longest, config.rollout.page_size)
-    rows = pages * config.rollout.page_size + 1
-    kv = 2 * spec.num_layers * rows * spec.num_kv_heads * spec.head_dim * compute
     sizes = {
         "actor": {
             "parameters": parameters("actor", master),
@@ -76,8 +75,10 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
             "gradients": 2 * trained,
             snapshot_column(dial.mesh("actor").devices.flat[0]): trained,
         },
-        "rollout": {"kv": kv},
+        "rollout": {"kv": planned_pool(config, spec)[1]},
     }
+    if config.rollout.weights_dtype == "int8":
+        sizes["rollout"]["int8 matrices"] = int8_bytes(leaves.all, dial.role("rollout").axes)
     if not dial.colocated("actor", "rollout"):
         sizes["rollout"]["parameters"] = parameters("rollout", sampler)
         sizes["rollout"]["staged"] = bytes_per_device(leaves.trains, dial.role("rollout").axes, sampler)
@@ -87,6 +88,13 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
         kept = (leaves.trains, master) if dial.colocated("actor", "reference") else (leaf_table(spec), compute)
         sizes["reference"] = {"parameters": bytes_per_device(kept[0], dial.role("reference").axes, kept[1])}
     return {role: sizes[role] for role in ROLES if role in sizes}
+
+
+def planned_pool(config: Config, spec: ModelSpec) -> tuple[int, int]:
+    """(pages, bytes) of the sampler's key-value cache on each device."""
+    longest, rollout, dtype = longest_sequence(config, spec), config.rollout, config.model.dtype
+    pages = pages_of_recipe(rollout, spec, dtype, longest)
+    return pages, pool_bytes(pages, rollout.page_size, row_bytes(spec, dtype, rollout.kv_dtype))
 
 
 def _sync_cost(config: Config) -> str:

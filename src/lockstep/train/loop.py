@@ -38,7 +38,7 @@ from lockstep.sync.snapshot import Snapshot
 from lockstep.text import sanitize
 from lockstep.train import rundir
 from lockstep.train.assembly import Cluster, build, not_finite
-from lockstep.train.batching import make_micro_batches
+from lockstep.train.batching import kept_mass, make_micro_batches
 from lockstep.train.clock import Clock
 from lockstep.train.forward import score as score_tokens
 from lockstep.train.rundir import ResumePoint
@@ -103,6 +103,7 @@ class Loop:
         if point is None:
             self._log_receipt(self._publish(0))
         self.progress.event(self._data)
+        self.progress.event(self.cluster.engine.describe_pool())
 
     def _restore(self, point: ResumePoint) -> None:
         """Weights, optimizer and counters of a checkpoint, and its policy put back into the sampler."""
@@ -372,14 +373,16 @@ class Loop:
 
 
 def mean_kl(name: KLEstimator, logprobs: Sequence[np.ndarray | None], batch: Sequence[Trajectory]) -> float:
-    """Token mean of the KL estimate over the batch, from the trainer's and the reference's log-probabilities.
+    """Token mean of the KL estimate over the batch, from the trainer's and the reference's log-probabilities, each
+    weighted with the mass kept where ids were cut off (`losses.kl_estimate` says why).
 
     In numpy: a batch has another number of tokens at each step, and jax would compile for each.
     """
-    pairs = [(lp, t.reference_logprobs) for lp, t in zip(logprobs, batch, strict=True) if lp is not None]
-    policy = np.concatenate([a for a, _ in pairs]).astype(np.float64)
-    reference = np.concatenate([b for _, b in pairs if b is not None]).astype(np.float64)
-    return float(kl_estimate(name, policy, reference, np).mean())
+    used = [(lp, t) for lp, t in zip(logprobs, batch, strict=True) if lp is not None]
+    policy = np.concatenate([lp for lp, _ in used]).astype(np.float64)
+    reference = np.concatenate([t.reference_logprobs for _, t in used if t.reference_logprobs is not None])
+    weight = np.concatenate([np.broadcast_to(kept_mass(t), len(lp)) for lp, t in used])
+    return float((weight * kl_estimate(name, policy, reference, np)).mean())
 
 
 def _sample_text(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> str:
