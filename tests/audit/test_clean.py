@@ -28,10 +28,11 @@ def test_a_clean_cluster_that_trains_every_weight(ask, all_weights) -> None:
     [
         ["--cluster={actor = {fsdp = 2}, rollout = {data = 2}, reference = {tensor = 2}, cpu_devices = 8}"],
         ["--numerics.mode=fast"],
+        ["--numerics.mode=fast", "--rollout.kv_dtype=int8", "--rollout.weights_dtype=int8"],
         ["--model.dtype=bfloat16", "--algorithm={measure_kl = false}", "--rollout.temperature=1.0"],
         ["--task.template=chat", "--task.max_prompt_tokens=64", "--train.micro_batch_rows=256", "--rollout.samples=2"],
     ],
-    ids=["apart", "fast", "bfloat16", "chat"],
+    ids=["apart", "fast", "eight bits", "bfloat16", "chat"],
 )
 def test_other_corners_of_the_recipe(kit, overrides) -> None:
     report = audit(kit.config(*overrides))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.audit.record import sampler_holds
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.quantised_weights import int8_bytes, layer_matrices
@@ -239,6 +240,14 @@ def test_preempted_rows_come_back_in_eight_bits(fast) -> None:
     assert [t.completion_ids.tolist() for t in done] == [t.completion_ids.tolist() for t in again]
     for a, b in zip(done, again, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=0.02)  # fast mode: the batch is another
+
+
+def test_an_audit_sees_what_is_really_held(fast) -> None:
+    for real in (Storage(), *STORAGES):
+        engine = serve(fast(), real)
+        for said in (Storage(), *STORAGES):
+            held = sampler_holds(engine, said, "float32")
+            assert all(is_ == meant for is_, meant in held.values()) == (real == said), (real, said, held)
 
 
 def test_exact_mode_refuses_it_in_words(tiny_programs) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from lockstep.audit.subject import Subject, Tree, gap
 from lockstep.cluster.programs import SplitWeights
 from lockstep.text import sanitize
+from lockstep.train.assembly import make_storage
 from lockstep.train.trainer import ROUNDING
 from lockstep.types import Trajectory
 
@@ -67,7 +68,11 @@ def likely_cause(
             "the key-value cache of prompts outlives the version that filled it: computed anew, the prompt is right",
             "key cached pages by version, and drop them when another one is installed",
         )
-    return _rest(recorded, recomputed)
+    cause, remedy = _rest(recorded, recomputed)
+    if make_storage(subject.config).quantised:
+        cause += "; or eight bits are too few for this model"
+        remedy += '. With rollout.kv_dtype and rollout.weights_dtype "compute" only a fault remains: audit that first'
+    return cause, remedy
 
 
 def _right_without_cache(subject: Subject, group: str, trainable: Tree, temperature: float, limit: float) -> bool:

@@ -20,13 +20,14 @@ from lockstep.audit.check import Finding, failed, not_applicable, passed
 from lockstep.audit.diagnose import mismatch_words
 from lockstep.audit.oracle import differences
 from lockstep.audit.record import LEAST_ESS
-from lockstep.audit.subject import Subject
+from lockstep.audit.subject import QUANTISED_BOUND, Subject
 from lockstep.audit.syncs import judge_receipts
 from lockstep.config import Config
 from lockstep.errors import CheckpointError
 from lockstep.metrics import read_jsonl
 from lockstep.store import StepRecord
 from lockstep.sync.verify import leaf_digests, policy_digest
+from lockstep.train.assembly import make_storage
 from lockstep.train.trainer import ROUNDING, mismatch
 from lockstep.types import Trajectory
 
@@ -299,4 +300,6 @@ def run_recompute(subject: Subject, run: StoredRun) -> Finding:
 
 
 def _far(run: StoredRun) -> float:
+    if make_storage(run.config).quantised:
+        return QUANTISED_BOUND
     return ROUNDING if run.config.model.dtype == "float32" else 0.25

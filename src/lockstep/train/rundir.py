@@ -81,6 +81,7 @@ def write_head(run_dir: Path, config: Config, cluster: Cluster) -> None:
         "environment": {
             "model": cluster.source,
             "numerics": config.numerics.mode,
+            "sampler": str(cluster.engine.storage),
             **{f"fingerprint of {name}": value for name, value in vars(cluster.fingerprint).items()},
         }
     }

@@ -34,6 +34,10 @@ CASES = {
     ],
     "no KL": [APART, "--algorithm.measure_kl=false"],
     "bfloat16, pages given": [APART, "--model.dtype=bfloat16", "--rollout.num_pages=9"],
+    "eight bits, in memory given": [
+        APART, "--numerics.mode=fast", "--rollout.kv_memory_mib=1", "--rollout.kv_dtype=fp8",
+        "--rollout.weights_dtype=int8",
+    ],
     "untied head": [APART, "--model.name={untied}"],
     "untied head, everything trains": [APART, "--lora=none", "--model.name={untied}"],
 }  # fmt: skip
