@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import model_validator
 
-from lockstep.schema import Expects, Float, Int, Section, key, literal
+from lockstep.schema import Bool, Expects, Float, Int, Section, key, literal
 
 
 class RolloutConfig(Section):
@@ -88,6 +88,10 @@ class RolloutConfig(Section):
         "auto",
         "Rows of samples that give way when the cache is full. always: kept in host memory; never: computed again; "
         "auto: whichever is faster.",
+    )
+    warm_up: Bool = key(
+        False,
+        "Compile every program that the sampler can need before the first step, rather than each when it is needed.",
     )
 
     @property

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lockstep.config import RolloutConfig
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.rollout.pool_size import (
+    describe_pool,
     enough_pages,
     full_sequences,
     pages_of_recipe,
@@ -39,7 +40,7 @@ def test_bytes_are_those_that_an_engine_takes(make_engine, tiny_spec) -> None:
     assert engine.kv_bytes_per_device() == pool_bytes(engine.num_pages, 16, row)
     # 3 layers, keys and values, 2 heads of 8: in float32, and in int8 with a scale of 4 bytes.
     assert (row, row_bytes(tiny_spec, "bfloat16", "int8")) == (3 * 2 * 2 * 8 * 4, 3 * 2 * 2 * (8 + 4))
-    assert engine.describe_pool() == (
+    assert describe_pool(engine.num_pages, 16, engine.max_positions, engine.kv_bytes_per_device()) == (
         "key-value cache: 24 pages of 16 tokens, 144.4 KiB per device; 6 sequences of full length (48 tokens) fit"
     )
 

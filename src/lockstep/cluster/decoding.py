@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import Programs, padded_pages
 from lockstep.models.decoder import Rows
 
 
@@ -43,6 +44,14 @@ class DecodeSteps:
     def advance(self, state: Decoding, drawn: jax.Array) -> Decoding:
         """The state after `drawn` [M] int32, the tokens of this step."""
         return self._advance(state, drawn)
+
+    def run_blank(self, rows: Rows, places: int, stop_ids: int) -> None:
+        """Compile a step of such rows (on the host, all padding), with so many places and stop ids."""
+        m = self.programs.num_devices * places
+        index, stops = np.full(m, -1, np.int32), np.full((m, padded_pages(stop_ids, 1)), -1, np.int32)
+        zero, temperature, seed = np.zeros(m, np.int32), np.ones(m, np.float32), np.zeros((m, 2), np.uint32)
+        state = Decoding(rows, zero, temperature, seed, index, zero, stops)
+        self.advance(*self.programs.put_rows((state, zero)))
 
     def _advance_program(self, state: Decoding, drawn: jax.Array) -> Decoding:
         r = self.programs.rows_spec

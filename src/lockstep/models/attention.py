@@ -105,7 +105,8 @@ def _read(side: Held, rows: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _rows_of(pool: jax.Array, rows: jax.Array) -> jax.Array:
-    """[N, P, K, H] of a pool [R, K, H] (or [N, P, K] of [R, K]) and rows [N, P]. Flat: XLA:CPU copies long rows faster than short ones."""
+    """[N, P, K, H] of a pool [R, K, H] (or [N, P, K] of [R, K]) and rows [N, P]. Flat: XLA:CPU copies long
+    rows faster than short ones."""
     flat = pool.reshape(pool.shape[0], -1).at[rows].get(mode="promise_in_bounds")
     return flat.reshape(*rows.shape, *pool.shape[1:])
 

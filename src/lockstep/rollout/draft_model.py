@@ -24,8 +24,9 @@ from lockstep.models.spec import leaf_table
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.drafts import Drafts, SeenDrafts
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.warm_up import WarmUp
 from lockstep.rollout.work import Request, Sequence
-from lockstep.types import Fingerprint, PolicyVersion, Prompt
+from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams
 
 
 class ModelDrafts:
@@ -39,10 +40,7 @@ class ModelDrafts:
         for number, (seq, count) in enumerate(zip(sequences, counts, strict=True)):
             if count and len(seq.tokens) + seq.group.prompt_length + count <= self.engine.max_positions:
                 asked = seq.group.request
-                params = replace(
-                    asked.params, max_new_tokens=count, stop_ids=frozenset(), stop_strings=(), min_new_tokens=0,
-                    top_logprobs=0, prompt_logprobs=False,
-                )  # fmt: skip
+                params = _as_asked(asked.params, count)
                 prompt, first = Prompt(str(number), "", seq.ids), asked.first + len(seq.tokens)
                 self.engine.enqueue(Request(prompt, (asked.seeds[seq.index],), params, first))
         found: list[list[int]] = [[] for _ in sequences]
@@ -53,6 +51,18 @@ class ModelDrafts:
 
     def drawn(self, seq: Sequence, first: int) -> None:
         """It reads everything anew."""
+
+    def warm_up(self, params: SamplingParams) -> WarmUp:
+        """Compile what the draft model's engine needs."""
+        return self.engine.warm_up(_as_asked(params, 1))
+
+
+def _as_asked(params: SamplingParams, count: int) -> SamplingParams:
+    """What is asked of the draft model for a request: its next `count` tokens, drawn as the request draws."""
+    return replace(
+        params, max_new_tokens=count, stop_ids=frozenset(), stop_strings=(), min_new_tokens=0, top_logprobs=0,
+        prompt_logprobs=False,
+    )  # fmt: skip
 
 
 def make_drafts(

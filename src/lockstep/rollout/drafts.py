@@ -11,7 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence as List
 from typing import Protocol
 
+from lockstep.rollout.warm_up import WarmUp
 from lockstep.rollout.work import Sequence
+from lockstep.types import SamplingParams
 
 LONGEST, SHORTEST = 4, 2  # ids of context that are looked up
 PROMPTS = 1024  # whose completions are remembered
@@ -60,6 +62,9 @@ class Drafts(Protocol):
     def drawn(self, seq: Sequence, first: int) -> None:
         """A sequence has tokens from number `first` on that it did not have."""
 
+    def warm_up(self, params: SamplingParams) -> WarmUp:
+        """Compile what drafts for such requests need."""
+
 
 class SeenDrafts:
     """Drafts by suffix, across the samples of a prompt and across its requests."""
@@ -83,6 +88,10 @@ class SeenDrafts:
     def drawn(self, seq: Sequence, first: int) -> None:
         """A sequence has tokens from number `first` on that it did not have."""
         self._of(seq).add(seq.tokens, first)
+
+    def warm_up(self, params: SamplingParams) -> WarmUp:
+        """Nothing is compiled."""
+        return WarmUp(0.0, 0)
 
 
 class Payoff:

@@ -26,19 +26,20 @@ from lockstep.cluster.devices import host_processor
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages
 from lockstep.cluster.quantised_weights import Int8Weights
 from lockstep.cluster.short_tiles import HEIGHTS
-from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError, SyncError
+from lockstep.errors import DataError, NumericsError, SyncError
 from lockstep.models.decoder import Numerics, Rows
 from lockstep.models.quantise import AS_COMPUTED, Storage
-from lockstep.models.spec import Leaf
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout import ahead
+from lockstep.rollout.checks import check_leaves, check_request
 from lockstep.rollout.drafts import Drafts, Payoff
-from lockstep.rollout.pool_size import describe_pool, enough_pages
+from lockstep.rollout.pool_size import enough_pages
 from lockstep.rollout.routing import best_device
 from lockstep.rollout.sampler import Sampler, Want
 from lockstep.rollout.scheduler import MAX_WAITING, Scheduler
 from lockstep.rollout.stops import Decode
 from lockstep.rollout.swap import PoolRows, SwapCosts
+from lockstep.rollout.warm_up import WarmUp, warm_up
 from lockstep.rollout.work import Pass, Request
 from lockstep.rollout.work import Sequence as Sample
 from lockstep.types import Details, Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
@@ -174,10 +175,6 @@ class Engine:
     def kv_bytes_per_device(self) -> int:
         return sum(a.nbytes for a in jax.tree.leaves(self._pools)) // self.programs.num_devices
 
-    def describe_pool(self) -> str:
-        page = self.programs.num.page_size
-        return describe_pool(self.num_pages, page, self.max_positions, self.kv_bytes_per_device())
-
     def install(self, version: PolicyVersion, params: Mapping[str, jax.Array]) -> None:
         """Serve `params` as `version` from the next pass on. Only while nothing runs: no sequence changes policy.
 
@@ -196,6 +193,11 @@ class Engine:
         for shard in self._shards:
             shard.renew((next(self._installs), version, self.programs.num))
 
+    def warm_up(self, params: SamplingParams) -> WarmUp:
+        """Compile now what requests that ask for no more than `params` does can need, so that none of them waits for a
+        compiler. Only after `install`, and while nothing runs. See `warm_up.needed`."""
+        return warm_up(self, params)
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     @property
@@ -204,31 +206,9 @@ class Engine:
 
     def _request(self, prompt: Prompt, seeds: Sequence[int], params: SamplingParams) -> Request:
         """The request, if it can be served."""
-        if params.max_new_tokens < 1 or not seeds:
-            raise ConfigError(
-                f"prompt {prompt.id!r}: {len(seeds)} samples of up to {params.max_new_tokens} tokens leave nothing to "
-                f"draw; ask for at least one sample (a seed each) and one new token"
-            )
-        if problems := params.problems(self.programs.spec.vocab_size):
-            raise ConfigError(f"prompt {prompt.id!r}: {'; '.join(problems)}")
-        if params.stop_strings and self._decode is None:
-            raise ConfigError(f"prompt {prompt.id!r}: the engine was made without `decode`, which stop texts need")
-        wrong = [s for s in seeds if not 0 <= s < 1 << 64]
-        if wrong:
-            raise ConfigError(f"prompt {prompt.id!r}: seed {wrong[0]} is not in 0..2^64-1; derive it by request_seed")
-        need = len(prompt.ids) + params.max_new_tokens
-        if need > self.max_positions:
-            raise CapacityError(
-                f"prompt {prompt.id!r}: {len(prompt.ids)} prompt tokens + {params.max_new_tokens} new tokens = {need} "
-                f"positions, the engine was sized for {self.max_positions}; raise task.max_prompt_tokens or lower "
-                f"rollout.max_new_tokens"
-            )
-        bad = [i for i in prompt.ids if not 0 <= i < self.programs.spec.vocab_size]
-        if bad:
-            raise CapacityError(
-                f"prompt {prompt.id!r} holds token id {bad[0]}, the model's vocabulary has "
-                f"{self.programs.spec.vocab_size} entries; the tokenizer is not this model's"
-            )
+        check_request(
+            prompt, seeds, params, self.programs.spec.vocab_size, self.max_positions, self._decode is not None
+        )
         request = Request(prompt, tuple(seeds), params)
         self._shards[0].check(request)  # every device has the same slots and pages
         return request
@@ -418,19 +398,3 @@ def _details(seq: Sample) -> Details | None:
         kinds = (np.int32, np.float32)
         top = [np.asarray([t[i] for t in seq.top], k).reshape(-1, params.top_logprobs) for i, k in enumerate(kinds)]
     return Details(seq.group.scores if params.prompt_logprobs else None, *top)
-
-
-def check_leaves(params: Mapping[str, jax.Array], leaves: Mapping[str, Leaf], version: PolicyVersion) -> None:
-    """SyncError unless `params` are exactly `leaves`, adapter included, each of its shape."""
-    wrong = [f"{path} is missing" for path in leaves if path not in params]
-    wrong += [f"{path} is unknown" for path in params if path not in leaves]
-    wrong += [
-        f"{path} has shape {params[path].shape}, expected {leaf.shape}"
-        for path, leaf in leaves.items()
-        if path in params and params[path].shape != leaf.shape
-    ]
-    if wrong:
-        raise SyncError(
-            f"{version} does not fit the engine ({len(wrong)} of {len(leaves)} leaves): {'; '.join(wrong[:5])}. "
-            f"Nothing was installed; pass the base's and the adapter's leaves together, named as in the leaf table"
-        )

@@ -92,7 +92,7 @@ def changes(batch: Batch, vocab_size: int) -> Changes:
     n = len(batch.at)
     named = {j: _named(want) for j, want in batch.places}
     lists = {j: sorted(bias.keys() | seen | count.keys()) for j, (bias, seen, count) in named.items()}
-    width = padded_pages(max(map(len, lists.values())), IDS)
+    width = padded_pages(max(map(len, lists.values()), default=0), IDS)
     c = Changes(
         top_k=np.full(n, vocab_size, np.int32),
         top_p=np.ones(n, np.float32),
@@ -141,12 +141,27 @@ class Sampler:
         tokens, logprobs = (np.asarray(a) for a in drawn)
         return {id(w): Drawn(w.sequence, int(tokens[j]), float(logprobs[j]), drafts=w.drafts) for j, w in b.places}
 
+    def _likeliest(self, most: int) -> int:
+        return min(padded_pages(most, 1), self.programs.spec.vocab_size) if most else 0
+
+    def run_blank(self, program: str, weights: SplitWeights, x: jax.Array, m: int, params: SamplingParams) -> None:
+        """Run `sample`, `choose` or `logprobs` on m picked rows a device that ask for what `params` does. Of
+        ids that requests name (biases, penalties, stop ids that may not come yet) only the shortest list."""
+        p, b = self.programs, lay_out([[] for _ in range(self.programs.num_devices)], self.programs, m)
+        if program == "sample":
+            p.sample(weights, x, *p.put_rows((b.temperature, b.seed, b.index)))
+        elif program == "choose":
+            named = changes(b, p.spec.vocab_size)
+            temperature, seed, index, named = p.put_rows((b.temperature, b.seed, b.index, named))
+            self._changed.choose(weights, x, temperature, seed, index, named, self._likeliest(params.top_logprobs))
+        else:
+            p.logprobs(weights, x, *p.put_rows((b.index, b.temperature)))
+
     def _draw_changed(self, weights: SplitWeights, x: jax.Array, wanted: List[List[Want]]) -> dict[int, Drawn]:
         if not any(wanted):
             return {}
         p, b = self.programs, lay_out(wanted, self.programs)
-        most = max(w.params.top_logprobs for _, w in b.places)
-        likeliest = min(padded_pages(most, 1), p.spec.vocab_size) if most else 0
+        likeliest = self._likeliest(max(w.params.top_logprobs for _, w in b.places))
         put = p.put_rows((b.at, b.temperature, b.seed, b.index, changes(b, p.spec.vocab_size)))
         at, temperature, seed, index, changed = put
         x = p.pick(x, at)

@@ -64,7 +64,7 @@ class Scheduler:
         self.groups: dict[str, GroupWork] = {}  # every one that is not finished, by prompt id
         self.load = 0  # samples not finished; the engine sends the next group to the least loaded device
         self.num_preemptions = self.num_swaps = self.num_drafted = self.num_accepted = 0
-        self._swap_pays, self._decode = swap_pays, decode
+        self.swap_pays, self._decode = swap_pays, decode
         assert (drafts is None) == (payoff is None)
         self.drafts, self.payoff = drafts, payoff
         self._started = 0
@@ -160,7 +160,7 @@ class Scheduler:
         """Stop a sequence for now and give its pages back."""
         self.num_preemptions += 1
         first = seq.group.prompt_length
-        if seq.saved is None and seq.computed and self._swap_pays is not None and self._swap_pays(seq.computed):
+        if seq.saved is None and seq.computed and self.swap_pays is not None and self.swap_pays(seq.computed):
             self._save.append(Swap(seq, seq.rows[first : first + seq.computed]))
             self.num_swaps += 1
         elif seq.saved is None:

@@ -102,6 +102,12 @@ class PoolRows:
             swap.sequence.saved = Saved(tuple(leaf[place].copy() for leaf in leaves), len(swap.rows))
         costs.copied(sum(len(s.rows) for s, _ in places), time.perf_counter() - start, out=True)
 
+    def run_blank(self, pools: list[Pool], count: int) -> list[Pool]:
+        """Compile both copies for `count` rows a device: the spare row out and back."""
+        rows = np.full(self.programs.num_devices * count, self._trash, np.int32)
+        content = jax.tree.map(np.asarray, self._gather(pools, self.programs.put_rows(rows)))
+        return self._scatter(pools, *self.programs.put_rows((rows, content)))
+
     def load(self, pools: list[Pool], swaps: Sequence[Sequence[Swap]], costs: SwapCosts) -> list[Pool]:
         """The pools (those passed in are consumed) with every swap's rows written; nothing is saved any more."""
         start = time.perf_counter()

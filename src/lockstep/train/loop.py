@@ -32,6 +32,7 @@ from lockstep.errors import CheckpointError, FingerprintError, NumericsError, Re
 from lockstep.progress import Progress
 from lockstep.report import write_report
 from lockstep.rollout.engine import EngineStats, request_seed
+from lockstep.rollout.pool_size import describe_pool
 from lockstep.sync.receipt import Counters, SyncReceipt
 from lockstep.sync.select import listed
 from lockstep.sync.snapshot import Snapshot
@@ -90,6 +91,7 @@ class Loop:
         self._data = cluster.task.describe()
         self._ended: float | None = None
         self._flat_steps = 0
+        self._warm_up: dict[str, float] = {}  # for the record of the step that follows it
         self._logs = ExitStack()
 
     def start(self, point: ResumePoint | None = None) -> None:
@@ -103,7 +105,13 @@ class Loop:
         if point is None:
             self._log_receipt(self._publish(0))
         self.progress.event(self._data)
-        self.progress.event(self.cluster.engine.describe_pool())
+        engine, page = self.cluster.engine, self.config.rollout.page_size
+        held = engine.kv_bytes_per_device()
+        self.progress.event(describe_pool(engine.num_pages, page, engine.max_positions, held))
+        if self.config.rollout.warm_up:
+            made = engine.warm_up(self.cluster.sampling)
+            self._warm_up = {"warmup/seconds": made.seconds, "warmup/programs": made.programs}
+            self.progress.event(str(made))
 
     def _restore(self, point: ResumePoint) -> None:
         """Weights, optimizer and counters of a checkpoint, and its policy put back into the sampler."""
@@ -172,7 +180,8 @@ class Loop:
         self._warn_flat(record)
         self._store(number, prompts, trajectories, batch, batch_advantages, result)
         self._log_receipt(receipt)
-        record |= clock.record()
+        record |= clock.record() | self._warm_up
+        self._warm_up = {}
         self._ended = time.perf_counter()
         # The metrics line first: a checkpoint must never be newer than the record of the step it was taken after.
         self._metrics.write(record)

@@ -91,9 +91,11 @@ def write_head(run_dir: Path, config: Config, cluster: Cluster) -> None:
 
 def fixed_keys(config: Config) -> dict[str, str]:
     """`section.key` -> value, as JSON, of every key that decides the numbers of a run. Left out are those that may
-    change on a resume: names, how often to checkpoint, how weights are synced (bit for bit, anyhow), under a constant
-    learning rate the number of steps, and where model and data lie (it is their content that must be the same)."""
+    change on a resume: names, how often to checkpoint, what is compiled when, how weights are synced (bit for bit,
+    anyhow), under a constant learning rate the number of steps, and where model and data lie (it is their content that
+    must be the same)."""
     free = {"run.name", "run.dir", "run.checkpoint_every", "model.name", "task.path", "task.folder", "reward.folder"}
+    free.add("rollout.warm_up")
     if config.optim.schedule == "constant":
         free.add("run.steps")
     found = {

@@ -1,4 +1,4 @@
-"""A run whose sampler holds keys, values and weights in eight bits, in memory that the recipe states."""
+"""A run whose sampler holds keys, values and weights in eight bits, in memory that the recipe states; and a warm-up."""
 
 import json
 
@@ -42,3 +42,15 @@ def test_a_budget_for_less_than_one_sequence_is_refused_before_anything_is_made(
         ConfigError, match=r"kv_memory_mib = 1 holds 1 pages .*length \(506 tokens\) takes 2; use at least 2"
     ):
         build(kit.config(tmp_path, *long, "--rollout.kv_memory_mib=1"))
+
+
+def test_a_warm_up_is_in_the_log_and_in_the_first_record_only(kit, opened, left, tmp_path) -> None:
+    with opened(kit.config(tmp_path, "--run.steps=2", "--rollout.warm_up=true")) as loop:
+        loop.start()
+        loop.step()
+        loop.step()
+    run = left(loop.run_dir)
+    first, second = run.metrics()
+    assert first["warmup/programs"] > 0 and first["warmup/seconds"] > 0 and "warmup/programs" not in second
+    log = (run.path / "log.txt").read_text()
+    assert f"warm-up: {first['warmup/programs']} programs compiled or read from the cache" in log
