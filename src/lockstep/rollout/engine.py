@@ -194,8 +194,7 @@ class Engine:
             shard.renew((next(self._installs), version, self.programs.num))
 
     def warm_up(self, params: SamplingParams) -> WarmUp:
-        """Compile now what requests that ask for no more than `params` does can need, so that none of them waits for a
-        compiler. Only after `install`, and while nothing runs. See `warm_up.needed`."""
+        """Compile what requests that ask for no more than `params` can need. After `install`, while nothing runs."""
         return warm_up(self, params)
 
     # -- requests ----------------------------------------------------------------------------------------------------
