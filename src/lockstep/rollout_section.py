@@ -89,6 +89,13 @@ class RolloutConfig(Section):
         "Rows of samples that give way when the cache is full. always: kept in host memory; never: computed again; "
         "auto: whichever is faster.",
     )
+    decode_steps: Int = key(
+        8,
+        "Tokens that each sample draws between two looks of the host at most, where nobody waits for a slot, drafts are "
+        "off and no text ends a completion; 1: it looks at each. No completion depends on it.",
+        ge=1,
+        also=("num_scheduler_steps", "multi_step"),
+    )
     warm_up: Bool = key(
         False,
         "Compile every program that the sampler can need before the first step, rather than each when it is needed.",

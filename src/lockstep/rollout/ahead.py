@@ -18,7 +18,7 @@ from lockstep.rollout.sampler import Want, lay_out
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.work import Drawn, Pass, Sequence
 
-STEPS = 8  # at once, at most: what a sample that is over wastes, and how long an abort waits
+STEPS = 8  # at once, at most: so many rows a sample that is over may waste, and so long may an abort wait
 
 
 def steps_ahead(scheduler: Scheduler, work: Pass, most: int) -> int:

@@ -165,6 +165,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         num_pages=pages_of_recipe(config.rollout, model.spec, config.model.dtype, longest),
         max_waiting=config.rollout.max_waiting,
         swap=config.rollout.swap,
+        decode_steps=config.rollout.decode_steps,
         storage=storage,
         decode=partial(model.tokenizer.decode, skip_special=False),
         drafts=make_drafts(
