@@ -10,6 +10,7 @@ from lockstep.cluster.mesh import Dial
 from lockstep.cluster.roles import ROLES
 from lockstep.config import Config
 from lockstep.models.catalog import load_spec, require_weights
+from lockstep.models.parts import parts_of, whole_blocks
 from lockstep.models.spec import ModelSpec, leaf_table, num_parameters, require_decoder
 from lockstep.plan.answer import plan_of
 from lockstep.plan.request import request_of_recipe
@@ -40,6 +41,7 @@ def describe(config: Config) -> str:
             f"{TRAINABLE_DTYPE})",
             "",
             dial.describe(sizes, leaves.all),
+            *whole_blocks(spec, config.numerics.parts_on(config.cluster)),
             "gradients and staged copies are held for part of each step; activations come on top and are not counted",
             "",
             _sync_cost(config),
@@ -68,7 +70,9 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
     longest = longest_sequence(config, spec)
     pages = config.rollout.num_pages or enough_pages(config.rollout.slots, longest, config.rollout.page_size)
     rows = pages * config.rollout.page_size + 1
-    kv = 2 * spec.num_layers * rows * spec.num_kv_heads * spec.head_dim * compute
+    parts = parts_of(spec, "attention", config.numerics.parts_on(config.cluster))
+    shares = dial.role("rollout").axes["tensor"] if parts > 1 else 1
+    kv = 2 * spec.num_layers * rows * spec.num_kv_heads // shares * spec.head_dim * compute
     sizes = {
         "actor": {
             "parameters": parameters("actor", master),
