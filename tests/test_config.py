@@ -227,6 +227,10 @@ BAD_PAIRS = [
     ("--rollout.samples 1", ["`rollout.samples`: expected a whole number >= 2; got 1; a group of one is its own mean"]),
     ("--rollout.slots 100", ["not a multiple of `numerics.tile_rows` = 32", "use 96 or 128"]),
     ("--rollout.slots 8", ["`rollout.slots` = 8", "use 32"]),
+    (
+        "--cluster.actor={tensor=4} --cluster.rollout={tensor=6} --numerics.tensor_parts=4",
+        ["`numerics.tensor_parts` = 4 is not a multiple of `cluster.rollout.tensor` = 6", "use 12 or a multiple of it"],
+    ),
     ("--rollout.num_pages 39", ["512", "128 = 640 tokens take 40 pages of 16", "use at least 40"]),
     ("--rollout.num_pages 99 --rollout.kv_memory_mib 64", ["`rollout.kv_memory_mib` = 64 both size", "one of them"]),
     (
@@ -261,6 +265,22 @@ def test_keys_that_do_not_go_together_say_why_and_what_instead(overrides: str, p
     message = refused(overrides)
     for part in parts:
         assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count"),
+    [
+        ("", 1),
+        ("--cluster.actor={fsdp=8}", 1),
+        ("--cluster.actor={fsdp=2} --cluster.rollout={tensor=2}", 2),
+        ("--cluster.actor={tensor=4} --cluster.rollout={tensor=6} --cluster.reference=rollout", 12),
+        ("--cluster.reference={tensor=3}", 3),
+        ("--cluster.actor={tensor=2} --numerics.tensor_parts=8", 8),
+    ],
+)
+def test_parts_are_the_fewest_that_every_mesh_can_share(overrides: str, count: int) -> None:
+    config = read(overrides)
+    assert config.numerics.parts_on(config.cluster) == count
 
 
 def test_what_is_at_the_limit_is_right() -> None:

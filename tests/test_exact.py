@@ -60,6 +60,7 @@ class Policy:
     axes: Axes = ()
     lora: bool = False
     tile: int = TILE
+    parts: int = 1
 
     @property
     def programs(self) -> Programs:
@@ -92,7 +93,7 @@ class Policy:
 def _programs(policy: Policy) -> Programs:
     spec = SPECS[policy.spec]
     mesh = Dial.build({"actor": dict(policy.axes)}).mesh("actor")
-    numerics = Numerics(policy.dtype, policy.tile, PAGE, LORA.scale if policy.lora else 0.0)
+    numerics = Numerics(policy.dtype, policy.tile, PAGE, LORA.scale if policy.lora else 0.0, policy.parts)
     return Programs(spec, numerics, mesh, {**leaf_table(spec), **policy.adapter})
 
 
@@ -111,7 +112,7 @@ def recompute(
     programs: Programs, weights: SplitWeights, trajectories: Sequence[Trajectory], temperature: float, max_rows: int
 ) -> list[np.ndarray]:
     """The trainer's log-probabilities per trajectory."""
-    geometry = Geometry(programs.num_devices, max_rows, programs.num.tile_rows, programs.num.page_size)
+    geometry = Geometry(programs.row_shards, max_rows, programs.num.tile_rows, programs.num.page_size)
     batches = make_micro_batches(trajectories, np.zeros(len(trajectories)), temperature, geometry)
     found: list[np.ndarray | None] = [None] * len(trajectories)
     for batch, flat in zip(batches, score(programs, weights, batches), strict=True):
@@ -275,6 +276,11 @@ def short_requests(spec: str) -> tuple[list[Prompt], dict[str, list[int]], Sampl
     return prompts, seeds, SamplingParams(1.0, 4, frozenset())
 
 
+def on_mesh(axes: Axes, like: Axes) -> Policy:
+    """Four parts if the mesh `like` shares them, of which attention has two heads, so that it is computed whole."""
+    return Policy("llama", lora=True, axes=axes, parts=4 if "tensor" in dict(like) else 1)
+
+
 @cache
 def short_run(policy: Policy) -> list[Trajectory]:
     return policy.engine(num_pages=16).generate(*short_requests(policy.spec))
@@ -282,7 +288,7 @@ def short_run(policy: Policy) -> list[Trajectory]:
 
 @pytest.mark.parametrize("axes", ROLLOUT_MESHES[1:])
 def test_sampling_on_a_mesh_is_sampling_on_one_device(axes: Axes) -> None:
-    one, many = (short_run(Policy("llama", lora=True, axes=a)) for a in ((), axes))
+    one, many = (short_run(on_mesh(a, axes)) for a in ((), axes))
     assert all(same_trajectory(a, b) for a, b in zip(one, many, strict=True))
 
 
@@ -290,9 +296,9 @@ def test_sampling_on_a_mesh_is_sampling_on_one_device(axes: Axes) -> None:
 def test_the_record_is_the_trainers_on_any_mesh(axes: Axes) -> None:
     """With the record of the single device, which is that of every rollout mesh (the test before). Under LoRA, with an
     adapter that is not zero, on the last layer only."""
-    trajectories = short_run(Policy("llama", lora=True))
+    trajectories = short_run(on_mesh((), axes))
     for max_rows in (16, 1024):
-        assert_same_bits(trajectories, Policy("llama", lora=True, axes=axes).recompute(trajectories, 1.0, max_rows))
+        assert_same_bits(trajectories, on_mesh(axes, axes).recompute(trajectories, 1.0, max_rows))
 
 
 def test_the_adapter_reaches_the_sampler() -> None:
@@ -321,7 +327,7 @@ def test_the_training_step_itself_sees_the_record(policy: Policy, sampler: Polic
     """Trainer.step compares before it updates: equal bits pass, a single flipped bit or stale weights do not."""
     trajectories = short_run(sampler)
     advantages = np.random.default_rng(1).standard_normal(len(trajectories)).astype(np.float32)
-    geometry = Geometry(policy.programs.num_devices, 16, TILE, PAGE)
+    geometry = Geometry(policy.programs.row_shards, 16, TILE, PAGE)
     batches = make_micro_batches(trajectories, advantages, 1.0, geometry)
     assert len(batches) > 1
     trainer = make_trainer(policy)
@@ -387,7 +393,7 @@ def test_a_rows_bits_depend_on_the_row_alone(spec: str, dtype: str) -> None:
             rows.read[at, : length[i]] = seen[i, : length[i]]
             x[at], target[at] = hidden[i], i % model.vocab_size
         pool = programs.put_rows(tuple(jnp.asarray(np.concatenate([a, garbage]), dtype) for a in (keys, values)))
-        y, _ = programs.layer(weights, 0, programs.put_rows(jnp.asarray(x, dtype)), programs.put_rows(rows), pool)
+        y, _ = programs.layer(weights, 0, programs.put_rows(jnp.asarray(x, dtype)), programs.put_rows(rows), (pool,))
         scored = (target, np.full(n, 0.6, np.float32))
         logp = np.asarray(programs.logprobs(weights, y, *programs.put_rows(scored)))
         host = np.asarray(y.astype(jnp.float32))

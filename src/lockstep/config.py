@@ -109,6 +109,14 @@ def _misfits(config: Config) -> Iterator[str]:
             f"`rollout.slots` = {rollout.slots} is not a multiple of `numerics.tile_rows` = {tile}: exact mode decodes "
             f"whole tiles, the rest of the last one would be computed for nothing; use {' or '.join(map(str, near))}"
         )
+    for role in ROLES:
+        tensor = config.cluster.mesh(role).tensor
+        if config.cluster.owner(role) == role and numerics.parts_on(config.cluster) % tensor:
+            least = config.cluster.fewest_parts
+            yield (
+                f"`numerics.tensor_parts` = {numerics.tensor_parts} is not a multiple of `cluster.{role}.tensor` = "
+                f"{tensor}: every device computes as many parts; use {least} or a multiple of it, or 0 for {least}"
+            )
     pages = -(-length // rollout.page_size)
     if 0 < rollout.num_pages < pages:
         yield (
@@ -149,6 +157,13 @@ def _storage_misfits(config: Config) -> Iterator[str]:
                 "unquantised keys, values and weights, so the sampler's log-probabilities cannot be its own bit for "
                 'bit; use "compute", or `numerics.mode` = "fast", which measures the mismatch'
             )
+    parts = config.numerics.parts_on(config.cluster)
+    if config.rollout.weights_dtype != "compute" and parts > 1:
+        yield (
+            f"`rollout.weights_dtype` = {literal(config.rollout.weights_dtype)} where blocks are computed in {parts} "
+            'parts: a scale would have to be cut with its matrix, which is not done yet; use "compute", or meshes with '
+            "tensor = 1"
+        )
 
 
 def _folder_misfits(config: Config) -> Iterator[str]:

@@ -58,7 +58,10 @@ class RolloutConfig(Section):
         min_length=1,
     )
     slots: Int = key(
-        128, "Sequences decoded together on each device; whole tiles in exact mode.", ge=1, also=("max_num_seqs",)
+        128,
+        "Sequences decoded together on each device (those along `tensor` count as one); whole tiles in exact mode.",
+        ge=1,
+        also=("max_num_seqs",),
     )
     page_size: Int = key(16, "Tokens per page of the key-value cache.", ge=1, also=("block_size",))
     num_pages: Int = key(0, "Pages of the key-value cache; 0: enough for every slot at full length.", ge=0)
@@ -91,8 +94,8 @@ class RolloutConfig(Section):
     )
     decode_steps: Int = key(
         8,
-        "Tokens that each sample draws between two looks of the host at most, where nobody waits for a slot, drafts are "
-        "off and no text ends a completion; 1: it looks at each. No completion depends on it.",
+        "Tokens that each sample draws between two looks of the host at most, where nobody waits for a slot, drafts "
+        "are off and no text ends a completion; 1: it looks at each. No completion depends on it.",
         ge=1,
         also=("num_scheduler_steps", "multi_step"),
     )

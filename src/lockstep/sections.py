@@ -5,6 +5,7 @@ Checks in here concern one table; `config.py` puts the tables together and check
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,15 +76,15 @@ class LoraConfig(Section):
 
 
 class MeshConfig(Section):
-    """The shape of a mesh: the product of its axes is the number of its devices. The axes may be mixed freely. Each
-    device computes its own rows of the batch with whole matrices, gathered where they are used: `fsdp` and `tensor`
-    split what is stored, not the matrix products."""
+    """The shape of a mesh: the product of its axes is the number of its devices. The axes may be mixed freely. `data`
+    and `fsdp` split the batch: each device computes its own rows, with matrices that `fsdp` splits in storage and
+    gathers where they are used. `tensor` splits the matrix products: its devices compute the same rows together."""
 
     data: Int = key(1, "Devices that hold copies of the weights; they split the batch.", ge=1)
     fsdp: Int = key(1, "Devices that split the storage of the weights by model width; they split the batch.", ge=1)
     tensor: Int = key(
         1,
-        "Devices that split the storage of the weights by heads, MLP width and vocabulary; they split the batch.",
+        "Devices that split weights, their products and the cache by heads, MLP width and vocabulary.",
         ge=1,
     )
 
@@ -158,6 +159,11 @@ class ClusterConfig(Section):
     def num_devices(self) -> int:
         """Devices over all meshes."""
         return sum(self.mesh(r).size for r in ROLES if self.owner(r) == r)
+
+    @property
+    def fewest_parts(self) -> int:
+        """The smallest number that every mesh's `tensor` divides."""
+        return math.lcm(*(self.mesh(r).tensor for r in ROLES))
 
 
 # Which keys of [task] belong to which kinds; the others belong to all.
@@ -382,3 +388,10 @@ class NumericsConfig(Section):
         "exact: sampled and recomputed log-probabilities are bitwise equal. fast: they differ a little, measured.",
     )
     tile_rows: Int = key(32, "exact: every matrix product runs on tiles of so many token rows.", ge=1)
+    tensor_parts: Int = key(
+        0, "Parts that matrix products are cut into: a multiple of every mesh's `tensor`. 0: the smallest one.", ge=0
+    )
+
+    def parts_on(self, cluster: ClusterConfig) -> int:
+        """In how many parts every mesh computes."""
+        return self.tensor_parts or cluster.fewest_parts

@@ -65,7 +65,7 @@ def row_form(spec: ModelSpec, params: Params, rows: Rows, targets: np.ndarray, t
     def run(params: Params, rows: Rows) -> jax.Array:
         n = rows.tokens.shape[0]
         x = decoder.embed(spec, num, params["embed"], rows.tokens)
-        pool = (jnp.zeros((n + 1, spec.num_kv_heads, spec.head_dim)),) * 2
+        pool = ((jnp.zeros((n + 1, spec.num_kv_heads, spec.head_dim)),) * 2,)
         for i, c in enumerate(LayerConstants.of(spec)):
             w = decoder.layer_weights(params, i)
             x, pool = decoder.layer(spec, num, w, x, rows, pool, jnp.asarray(c.inv_freq), jnp.asarray(c.window))

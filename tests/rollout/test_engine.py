@@ -369,7 +369,13 @@ def test_the_fingerprint_tells_apart_what_decides_a_log_probability(tiny_folder)
         assert base.difference(make_fingerprint(tokenizer, replace(sampling, **{key: value}), numerics, "cpu")) == [
             "decoding"
         ]
-    for key, value in {"dtype": "bfloat16", "tile_rows": 0, "page_size": 8, "lora_scale": 1.0}.items():
+    for key, value in {
+        "dtype": "bfloat16",
+        "tile_rows": 0,
+        "page_size": 8,
+        "lora_scale": 1.0,
+        "tensor_parts": 2,
+    }.items():
         other = make_fingerprint(tokenizer, sampling, replace(numerics, **{key: value}), "cpu")
         assert base.difference(other) == ["numerics"]
     assert base.difference(make_fingerprint(tokenizer, sampling, numerics, "gpu")) == ["numerics"]

@@ -63,12 +63,15 @@ class Policy:
         lora: LoraSpec | None = None,
         tile_rows: int = TILE,
         dtype: str = "float32",
+        tensor_parts: int | None = None,
     ) -> Policy:
+        """tensor_parts: as many as the mesh has devices along `tensor`, if not given."""
         table = leaf_table(spec)
         base = random_tree(table, init_params(spec, 3), 4)
         adapter = adapter_table(spec, lora) if lora else None
         mesh = Dial.build({"actor": dict(axes)}).mesh("actor")
-        numerics = Numerics(dtype, tile_rows, PAGE, lora.scale if lora else 0.0)
+        parts = tensor_parts or mesh.shape["tensor"]
+        numerics = Numerics(dtype, tile_rows, PAGE, lora.scale if lora else 0.0, parts)
         programs = Programs(spec, numerics, mesh, {**table, **(adapter or {})})
         made = None
         if adapter is not None:
@@ -105,7 +108,7 @@ class Policy:
         )
 
     def geometry(self, max_rows: int = 1024) -> Geometry:
-        return Geometry(self.programs.num_devices, max_rows, self.programs.num.tile_rows, PAGE)
+        return Geometry(self.programs.row_shards, max_rows, self.programs.num.tile_rows, PAGE)
 
     def micro_batches(
         self, trajectories: list[Trajectory], advantages: np.ndarray, max_rows: int = 1024

@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
     groups = draw(st.lists(st.tuples(st.integers(1, 7), lengths), min_size=1, max_size=5))
     longest = max(p + max(ts) - 1 for p, ts in groups)
     geometry = Geometry(
-        num_devices=draw(st.sampled_from([1, 2, 4])),
+        row_shards=draw(st.sampled_from([1, 2, 4])),
         max_rows=draw(st.integers(max(longest, 1), 40)),
         tile_rows=draw(st.sampled_from([0, 1, 4, 6])),
         page_size=draw(st.sampled_from([1, 4, 5])),
@@ -87,7 +87,7 @@ def what_a_row_reads(batch: MicroBatch, device: int, rows_per_device: int, row: 
 def test_every_completion_token_once_with_everything_that_belongs_to_it(case: Case) -> None:
     seen: Counter[tuple[int, int]] = Counter()
     for batch in make(case):
-        devices = case.geometry.num_devices
+        devices = case.geometry.row_shards
         n, m = len(batch.rows.tokens) // devices, len(batch.at) // devices
         covered = np.zeros(len(batch.at), bool)
         for sample, start, stop in batch.spans:
@@ -116,17 +116,17 @@ def test_rows_are_within_capacity_and_padding_touches_nothing(case: Case) -> Non
     geometry = case.geometry
     for batch in make(case):
         rows = batch.rows
-        n, m = len(rows.tokens) // geometry.num_devices, len(batch.at) // geometry.num_devices
+        n, m = len(rows.tokens) // geometry.row_shards, len(batch.at) // geometry.row_shards
         assert ((rows.pos >= 0) == (rows.write != n)).all() and ((batch.target >= 0) == batch.tokens.mask).all()
-        used = (rows.write != n).reshape(geometry.num_devices, n).sum(1)
+        used = (rows.write != n).reshape(geometry.row_shards, n).sum(1)
         assert used.sum() == batch.num_rows and used.max() <= geometry.max_rows
-        assert batch.tokens.mask.reshape(geometry.num_devices, m).sum(1).max() <= geometry.max_rows
+        assert batch.tokens.mask.reshape(geometry.row_shards, m).sum(1).max() <= geometry.max_rows
         assert n == padded_rows(used.max(), geometry.tile_rows)
         if geometry.tile_rows:
             assert n % geometry.tile_rows == m % geometry.tile_rows == 0
         assert rows.read.shape[1] % geometry.page_size == 0
         assert rows.length.max() <= rows.read.shape[1] and (rows.length == np.maximum(rows.pos, 0) + 1).all()
-        for d in range(geometry.num_devices):
+        for d in range(geometry.row_shards):
             share = slice(d * n, (d + 1) * n)
             real = rows.write[share] != n
             # A device's real rows come first, and each has a pool row of its own.
@@ -142,7 +142,7 @@ def test_a_prompt_is_laid_out_once_per_piece(case: Case) -> None:
     copies: Counter[int] = Counter()
     rows = 0
     for batch in make(case):
-        n = len(batch.rows.tokens) // geometry.num_devices
+        n = len(batch.rows.tokens) // geometry.row_shards
         first = (batch.rows.pos == 0) & (batch.rows.write != n)
         copies.update(batch.rows.tokens[first].tolist())
         rows += batch.num_rows

@@ -37,8 +37,11 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "llama, tied head": ({"spec": LLAMA}, 1024),
     "qwen, untied head, fsdp x tensor": ({"spec": QWEN, "axes": (("fsdp", 2), ("tensor", 2))}, 1024),
     "gemma, data x fsdp": ({"spec": GEMMA, "axes": (("data", 2), ("fsdp", 2))}, 1024),
+    "lora on qwen, fsdp x tensor": (
+        {"spec": QWEN, "lora": LoraSpec(2, 6.0), "axes": (("fsdp", 2), ("tensor", 2))}, 1024,
+    ),
     "lora on the last layer of qwen, fsdp": (LAST_LAYER, 16),
-}
+}  # fmt: skip
 
 
 def grpo(**settings: Any) -> GRPO:
@@ -133,7 +136,7 @@ def test_no_cut_of_the_batch_changes_loss_or_gradient(cut: str, make_policy, rec
     axes, max_rows = CUTS[cut]
     policy = make_policy(axes=axes)
     batches = policy.micro_batches(record, advantages, max_rows)
-    parts = np.concatenate([b.tokens.mask.reshape(policy.programs.num_devices, -1).sum(1) for b in batches])
+    parts = np.concatenate([b.tokens.mask.reshape(policy.programs.row_shards, -1).sum(1) for b in batches])
     assert len(set(parts.tolist())) > 1, "equal parts cannot tell a global mean from a mean of means"
     assert_same(policy.gradients(batches, record), whole)
 

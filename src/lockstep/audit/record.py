@@ -174,10 +174,9 @@ def dtypes(subject: Subject) -> Finding:
             "a side holds its weights in another type than the recipe's: digests cannot be equal, and bits differ",
             "cast where the map declares it, and only there",
         )
-    return passed(
-        f"{words}; arithmetic {actor.dtype}, tiles of {actor.tile_rows} rows, pages of {actor.page_size}; at the "
-        f"sampler {wanted}"
-    )
+    cut = f", blocks in {actor.tensor_parts} parts" if actor.tensor_parts > 1 else ""
+    arithmetic = f"{actor.dtype}, tiles of {actor.tile_rows} rows, pages of {actor.page_size}{cut}"
+    return passed(f"{words}; arithmetic {arithmetic}; at the sampler {wanted}")
 
 
 def sampler_holds(engine: Engine, storage: Storage, dtype: str) -> dict[str, tuple[str, str]]:

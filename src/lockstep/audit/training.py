@@ -227,11 +227,12 @@ def split_invariance(subject: Subject) -> Finding:
 def _one_device(subject: Subject) -> str | Finding:
     """The actor's step once more on a single device; words, or what went wrong."""
     cluster, trainer = subject.cluster, subject.cluster.trainer
-    if trainer.programs.num_devices == 1:
+    count = trainer.programs.mesh.size
+    if count == 1:
         return "one device"
     size = sum(leaf.nbytes for leaf in trainer.params.values())
     if size > ONE_DEVICE_BYTES:
-        return f"{trainer.programs.num_devices} devices, not compared with one ({format_bytes(size)})"
+        return f"{count} devices, not compared with one ({format_bytes(size)})"
     mesh = Dial.build({"actor": {}}, cluster.dial.devices[:1]).mesh("actor")
     leaves = trainer.programs.leaves
     programs = Programs(cluster.spec, trainer.programs.num, mesh, leaves)
@@ -241,7 +242,7 @@ def _one_device(subject: Subject) -> str | Finding:
         programs, {path: params[path] for path in trainer.frozen}, {path: params[path] for path in trainer.trainable},
         trainer.algorithm, optax.chain(optax.trace(0.0), optax.scale(0.0)), optax.constant_schedule(0.0), exact=False,
     )  # fmt: skip
-    batches = subject.micro_batches(subject.batch, subject.advantages, num_devices=1)
+    batches = subject.micro_batches(subject.batch, subject.advantages, row_shards=1)
     result = single.step(batches, subject.batch, 0)
     wanted, gradient = subject.trained
     kept = single.optimizer_state[0].trace
@@ -251,11 +252,11 @@ def _one_device(subject: Subject) -> str | Finding:
         subject.exact and not same_bits(_record(result), _record(wanted))
     ):
         return failed(
-            f"on one device instead of {trainer.programs.num_devices}, loss or gradient differ by {off:.3g} (relative)",
+            f"on one device instead of {count}, loss or gradient differ by {off:.3g} (relative)",
             "a mean is taken per device, or a device's rows depend on another's",
             "sum over devices, and divide by counts of the whole batch",
         )
-    return f"on one device instead of {trainer.programs.num_devices} to {off:.2g}"
+    return f"on one device instead of {count} to {off:.2g}"
 
 
 def _loss_gradient(subject: Subject, tokens: Tokens, logp: np.ndarray, count: int) -> np.ndarray:

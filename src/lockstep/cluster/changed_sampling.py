@@ -32,7 +32,7 @@ class ChangedSampling:
         p = self.programs
 
         def body(w: Weights, x: Any, temperature: Any, seed: Any, index: Any, changes: Changes) -> Choice:
-            gathered = p._gathered(w)
+            gathered = p.gathered(w)
             return sampling.choose(p.spec, p.num, likeliest, gathered, x, temperature, seed, index, changes)
 
         r = p.rows_spec

@@ -47,7 +47,7 @@ class DecodeSteps:
 
     def run_blank(self, rows: Rows, places: int, stop_ids: int) -> None:
         """Compile a step of such rows (on the host, all padding), with so many places and stop ids."""
-        m = self.programs.num_devices * places
+        m = self.programs.row_shards * places
         index, stops = np.full(m, -1, np.int32), np.full((m, padded_pages(stop_ids, 1)), -1, np.int32)
         zero, temperature, seed = np.zeros(m, np.int32), np.ones(m, np.float32), np.zeros((m, 2), np.uint32)
         state = Decoding(rows, zero, temperature, seed, index, zero, stops)

@@ -5,9 +5,11 @@ compilation short (one layer, not thirty), and it makes the sampler and the trai
 rows. The backward pass walks the layers in reverse with one compiled vector-Jacobian product per layer, recomputing the
 layer from its stored input, and stops at the lowest layer that has anything to train.
 
-On a mesh the rows are split over all axes, every device runs its own rows through the same tiles, and the weights of a
-layer are gathered where they are used (ZeRO stage 3, arXiv:1910.02054); the gather's transpose is the gradient's
-reduce-scatter. A device's rows never depend on another's, so neither do their bits.
+On a mesh the rows are split over the axes `data` and `fsdp`, and the weights of a layer are gathered over `fsdp` where
+they are used (ZeRO stage 3, arXiv:1910.02054); the gather's transpose is the gradient's reduce-scatter. The devices
+along `tensor` have the same rows and share the work on them: each computes its share of the `Numerics.tensor_parts`
+parts of a block (`models.parts`). Blocks that cannot be cut into so many parts are computed whole on each of them. A
+row's bits depend neither on other rows nor on how many devices share its parts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.cluster import short_tiles
 from lockstep.cluster.sharding import gather, reduce_gradient, spec_for
-from lockstep.models import decoder
+from lockstep.errors import ConfigError
+from lockstep.models import decoder, parts
 from lockstep.models.decoder import LayerConstants, Numerics, Pool, Rows, Weights
 from lockstep.models.quantise import KVType, Quantised, blank
 from lockstep.models.spec import Leaf, ModelSpec, require_decoder
@@ -53,18 +56,27 @@ class SplitWeights:
 class Programs:
     """Compiled functions for (spec, numerics, mesh); leaves: every leaf the weights may hold, base and adapter.
 
-    Row arrays are global: leading dimension `num_devices * N`, device d owning rows d*N..(d+1)*N-1, and every pool row
-    number in `Rows` counts within its device's share of the pool.
+    Row arrays are global: leading dimension `row_shards * N`, the devices of row shard d (one for each step along the
+    axis `tensor`) owning rows d*N..(d+1)*N-1, and every pool row number in `Rows` counts within its shard's pool.
 
-    Raises ModelError for a model that the decoder cannot compute.
+    Raises ModelError for a model that the decoder cannot compute, ConfigError where the devices along `tensor` cannot
+    share the parts evenly.
     """
 
     def __init__(self, spec: ModelSpec, num: Numerics, mesh: Mesh, leaves: Mapping[str, Leaf]) -> None:
         require_decoder(spec)
         self.spec, self.num, self.mesh, self.leaves = spec, num, mesh, dict(leaves)
-        self.axes = tuple(mesh.axis_names)
-        self.num_devices = mesh.size
-        self.rows_spec = PartitionSpec(self.axes)
+        self.tensor = mesh.shape.get(parts.AXIS, 1)
+        if num.tensor_parts % self.tensor:
+            raise ConfigError(
+                f"numerics.tensor_parts = {num.tensor_parts}, but the mesh has tensor = {self.tensor}, which does not "
+                f"divide it: every device computes as many parts; use tensor_parts = {self.tensor} or a multiple"
+            )
+        self.row_axes = tuple(axis for axis in mesh.axis_names if axis != parts.AXIS)
+        self.row_shards = mesh.size // self.tensor
+        self.rows_spec = PartitionSpec(self.row_axes)
+        cut = parts.parts_of(spec, "attention", num.tensor_parts) > 1
+        self.pool_spec = PartitionSpec(self.row_axes, parts.AXIS) if cut else self.rows_spec
         self.row_sharding = NamedSharding(mesh, self.rows_spec)
         replicated = NamedSharding(mesh, PartitionSpec())
         self._constants = [
@@ -74,6 +86,7 @@ class Programs:
         # Layers are alike, so a leaf's place on the mesh is known from its name within the layer.
         self._specs = {self._short(path): spec_for(leaf, mesh) for path, leaf in leaves.items()}
         self._specs["table"] = self._specs.get("head", self._specs["embed"])
+        self._axes_of = {self._short(path): leaf.axes for path, leaf in leaves.items()} | {"table": ("vocab", "embed")}
         self._layer = jax.jit(self._layer_program, donate_argnums=(3,))
         self._layer_vjp = jax.jit(self._layer_vjp_program)
         self._embed = jax.jit(self._embed_program)
@@ -94,11 +107,17 @@ class Programs:
         """Host arrays with a leading global row dimension, onto the mesh."""
         return jax.device_put(tree, self.row_sharding)
 
-    def new_pools(self, rows_per_device: int, kv: KVType = "compute") -> list[Pool]:
-        """A zeroed key/value pool per layer, `rows_per_device` rows on every device."""
-        shape = (self.num_devices * rows_per_device, self.spec.num_kv_heads, self.spec.head_dim)
-        make = jax.jit(lambda: blank(shape, self.num.dtype, kv), out_shardings=self.row_sharding)
-        return [(make(), make()) for _ in range(self.spec.num_layers)]
+    def new_pool(self, rows: int, kv: KVType = "compute") -> Pool:
+        """A zeroed key/value pool for one layer, `rows` rows in every row shard."""
+        total = parts.parts_of(self.spec, "attention", self.num.tensor_parts)
+        own = total // self.tensor if total > 1 else 1
+        shape = (self.row_shards * rows, self.spec.num_kv_heads // own, self.spec.head_dim)
+        make = jax.jit(lambda: blank(shape, self.num.dtype, kv), out_shardings=NamedSharding(self.mesh, self.pool_spec))
+        return tuple((make(), make()) for _ in range(own))
+
+    def new_pools(self, rows: int, kv: KVType = "compute") -> list[Pool]:
+        """`new_pool` for every layer."""
+        return [self.new_pool(rows, kv) for _ in range(self.spec.num_layers)]
 
     def embed(self, weights: SplitWeights, tokens: jax.Array) -> jax.Array:
         return self._embed(weights.embed, tokens)
@@ -165,12 +184,18 @@ class Programs:
     def _of(self, w: Mapping[str, Any]) -> dict[str, Any]:
         return specs_like(w, self._specs)
 
-    def _gathered(self, w: Weights) -> dict[str, Any]:
-        return {k: jax.tree.map(gather, w[k], spec) for k, spec in self._of(w).items()}
+    def gathered(self, w: Weights, num: Numerics | None = None) -> dict[str, Any]:
+        """Inside a mapped body: the leaves as the decoder takes them under `num` (default: the programs' own). Whole,
+        but for those that its blocks take in parts, of which it is this device's share."""
+        cut = parts.cut_axes(self.spec, (num or self.num).tensor_parts)
+        return {
+            k: jax.tree.map(functools.partial(_whole, keep=not cut.isdisjoint(self._axes_of[k])), w[k], spec)
+            for k, spec in self._of(w).items()
+        }
 
     def _embed_program(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         def body(t: jax.Array, ids: jax.Array) -> jax.Array:
-            return decoder.embed(self.spec, self.num, gather(t, self._specs["embed"]), ids)
+            return decoder.embed(self.spec, self.num, _whole(t, self._specs["embed"]), ids)
 
         return self._map(body, (self._specs["embed"], self.rows_spec), self.rows_spec)(table, tokens)
 
@@ -178,24 +203,24 @@ class Programs:
         self, w: Weights, x: jax.Array, rows: Rows, pool: Pool, inv_freq: jax.Array, window: jax.Array
     ) -> Any:
         def body(w: Weights, x: jax.Array, rows: Rows, pool: Pool, inv_freq: jax.Array, window: jax.Array) -> Any:
-            return decoder.layer(self.spec, self.num, self._gathered(w), x, rows, pool, inv_freq, window)
+            return decoder.layer(self.spec, self.num, self.gathered(w), x, rows, pool, inv_freq, window)
 
-        r, none = self.rows_spec, PartitionSpec()
-        return self._map(body, (self._of(w), r, r, r, none, none), (r, r))(w, x, rows, pool, inv_freq, window)
+        r, p, none = self.rows_spec, self.pool_spec, PartitionSpec()
+        return self._map(body, (self._of(w), r, r, p, none, none), (r, p))(w, x, rows, pool, inv_freq, window)
 
     def _pick_program(self, x: jax.Array, at: Any) -> jax.Array:
         return self._map(lambda x, at: x[at], (self.rows_spec, self.rows_spec), self.rows_spec)(x, at)
 
     def _sample_program(self, w: Weights, x: jax.Array, temperature: Any, seed: Any, index: Any) -> Any:
         def body(w: Weights, x: jax.Array, temperature: Any, seed: Any, index: Any) -> Any:
-            return decoder.sample(self.spec, self.num, self._gathered(w), x, temperature, seed, index)
+            return decoder.sample(self.spec, self.num, self.gathered(w), x, temperature, seed, index)
 
         r = self.rows_spec
         return self._map(body, (self._of(w), r, r, r, r), (r, r))(w, x, temperature, seed, index)
 
     def _logprobs_program(self, w: Weights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
         def body(w: Weights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
-            return decoder.logprobs(self.spec, self.num, self._gathered(w), x, target, temperature)
+            return decoder.logprobs(self.spec, self.num, self.gathered(w), x, target, temperature)
 
         r = self.rows_spec
         return self._map(body, (self._of(w), r, r, r), r)(w, x, target, temperature)
@@ -204,13 +229,15 @@ class Programs:
 
     @functools.cached_property
     def _backward_num(self) -> Numerics:
-        return replace(self.num, tile_rows=0)
+        """No tiles, and one part per device: up to rounding the parts do not matter."""
+        return replace(self.num, tile_rows=0, tensor_parts=self.tensor)
 
     def _vjp_body(self, forward: Callable[..., jax.Array], trainable: Weights, x: Any, cotangent: Any) -> Any:
-        """(dx, d trainable): forward(gathered trainable, x) differentiated at its shards, summed over the mesh."""
-        _, pull = jax.vjp(lambda t, y: forward(self._gathered(t), y), trainable, x)
+        """(dx, d trainable): forward(trainable as stored, x) differentiated, summed over the row shards. Sums over
+        `tensor` are taken inside, where devices differ along it."""
+        _, pull = jax.vjp(forward, trainable, x)
         grads, dx = pull(cotangent)
-        return dx, {k: reduce_gradient(g, self._specs[k], self.axes) for k, g in grads.items()}
+        return dx, {k: reduce_gradient(g, self._specs[k], self.row_axes) for k, g in grads.items()}
 
     def layer_vjp(
         self, weights: SplitWeights, trainable: frozenset[str], i: int, x: jax.Array, rows: Rows, dx: jax.Array
@@ -225,13 +252,14 @@ class Programs:
         self, frozen: Weights, trainable: Weights, x: Any, rows: Rows, dx: Any, inv_freq: Any, window: Any
     ) -> Any:
         def body(frozen: Weights, trainable: Weights, x: Any, rows: Rows, dx: Any, inv_freq: Any, window: Any) -> Any:
-            n = x.shape[0]
-            empty = jnp.zeros((n + 1, self.spec.num_kv_heads, self.spec.head_dim), self.num.dtype)
-            fixed = self._gathered(frozen)
+            n, num = x.shape[0], self._backward_num
+            heads = self.spec.num_kv_heads // parts.parts_of(self.spec, "attention", num.tensor_parts)
+            empty = jnp.zeros((n + 1, heads, self.spec.head_dim), num.dtype)
+            fixed = self.gathered(frozen, num)
 
             def forward(t: Weights, y: jax.Array) -> jax.Array:
                 return decoder.layer(
-                    self.spec, self._backward_num, {**fixed, **t}, y, rows, (empty, empty), inv_freq, window,
+                    self.spec, num, {**fixed, **self.gathered(t, num)}, y, rows, ((empty, empty),), inv_freq, window,
                     attention_tile=backward_tile(n),
                 )[0]  # fmt: skip
 
@@ -259,11 +287,12 @@ class Programs:
         def body(
             frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any
         ) -> Any:
-            tile, fixed = backward_tile(at.shape[0]), self._gathered(frozen)
+            num, tile = self._backward_num, backward_tile(at.shape[0])
+            fixed = self.gathered(frozen, num)
 
             def forward(t: Weights, y: jax.Array) -> jax.Array:
-                block = jax.checkpoint(lambda *a: decoder.logprobs(self.spec, self.num, a[0], a[1], a[2], a[3], tile))
-                return block({**fixed, **t}, y[at], target, temperature)
+                block = jax.checkpoint(lambda *a: decoder.logprobs(self.spec, num, a[0], a[1], a[2], a[3], tile))
+                return block({**fixed, **self.gathered(t, num)}, y[at], target, temperature)
 
             return self._vjp_body(forward, trainable, x, dlogp)
 
@@ -279,12 +308,21 @@ class Programs:
     def _embed_vjp_program(self, table: jax.Array, tokens: Any, dx: Any) -> jax.Array:
         def body(table: jax.Array, tokens: Any, dx: Any) -> jax.Array:
             def forward(t: Weights, _: jax.Array) -> jax.Array:
-                return decoder.embed(self.spec, self.num, t["embed"], tokens)
+                return decoder.embed(self.spec, self.num, _whole(t["embed"], self._specs["embed"]), tokens)
 
             return self._vjp_body(forward, {"embed": table}, jnp.zeros(()), dx)[1]["embed"]
 
         r, e = self.rows_spec, self._specs["embed"]
         return self._map(body, (e, r, r), e)(table, tokens, dx)
+
+
+def _whole(shard: jax.Array, spec: PartitionSpec, keep: bool = False) -> jax.Array:
+    """A leaf from its shards; with `keep`, a device's share along `tensor` of it."""
+    gathered = gather(shard, PartitionSpec(*(None if axis == parts.AXIS else axis for axis in spec)))
+    for dim, axis in enumerate(spec):
+        if axis == parts.AXIS and not keep:
+            gathered = parts.whole(gathered, dim)
+    return gathered
 
 
 def specs_like(w: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, Any]:
@@ -321,9 +359,9 @@ def _doubled(unit: int, wanted: int) -> int:
     return unit
 
 
-def numpy_rows(num_devices: int, rows: int, width: int, trash: int) -> Rows:
+def numpy_rows(row_shards: int, rows: int, width: int, trash: int) -> Rows:
     """Blank padded rows on the host: every row writes to and reads from pool row `trash`."""
-    n = num_devices * rows
+    n = row_shards * rows
     return Rows(
         tokens=np.zeros(n, np.int32),
         pos=np.full(n, -1, np.int32),

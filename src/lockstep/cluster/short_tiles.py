@@ -24,18 +24,18 @@ HEIGHTS = (8, 16)  # with fewer rows than 8 XLA:CPU takes other kernels
 def comes_out_as_a_tile(programs: Programs, height: int, width: int) -> bool:
     """Whether layer 0 gives the same bits on passes of `height` rows as on one of a whole tile, on random weights and
     states. width: of the index that rows read by; attention has a tile of its own, so any will do."""
-    tile, devices = programs.num.tile_rows, programs.num_devices
+    tile, shards = programs.num.tile_rows, programs.row_shards
     rng = np.random.default_rng(height)
     weights = _random_layer(programs, rng)
-    x = _random(rng, (devices, tile, programs.spec.dim), programs)
-    pool_shape = (devices, width + tile, programs.spec.num_kv_heads, programs.spec.head_dim)
-    pools = [_random(rng, pool_shape, programs) for _ in "kv"]
+    x = _random(rng, (shards, tile, programs.spec.dim), programs)
+    empty = programs.new_pool(width + tile)
+    content = jax.tree.map(lambda a: _random(rng, a.shape, programs), empty)
     rows = Rows(
-        tokens=np.zeros((devices, tile), np.int32),
-        pos=rng.integers(0, width, (devices, tile), np.int32),
-        write=np.broadcast_to(width + np.arange(tile, dtype=np.int32), (devices, tile)),
-        read=np.broadcast_to(np.arange(width, dtype=np.int32), (devices, tile, width)),
-        length=rng.integers(1, width + 1, (devices, tile), np.int32),
+        tokens=np.zeros((shards, tile), np.int32),
+        pos=rng.integers(0, width, (shards, tile), np.int32),
+        write=np.broadcast_to(width + np.arange(tile, dtype=np.int32), (shards, tile)),
+        read=np.broadcast_to(np.arange(width, dtype=np.int32), (shards, tile, width)),
+        length=rng.integers(1, width + 1, (shards, tile), np.int32),
     )
 
     def run(first: int, count: int) -> np.ndarray:
@@ -44,8 +44,8 @@ def comes_out_as_a_tile(programs: Programs, height: int, width: int) -> bool:
 
         part = jax.tree.map(lambda a: flat(a[:, first : first + count]), (x, rows))
         state, own = programs.put_rows(part)
-        pool = programs.put_rows(tuple(map(flat, pools)))
-        return np.asarray(programs.layer_of(weights, 0, state, own, pool)[0]).reshape(devices, count, -1)
+        pool = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), content, empty)
+        return np.asarray(programs.layer_of(weights, 0, state, own, pool)[0]).reshape(shards, count, -1)
 
     whole = run(0, tile)
     short = np.concatenate([run(first, height) for first in range(0, tile, height)], 1)

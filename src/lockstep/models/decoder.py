@@ -5,7 +5,8 @@ and value are written to, and the pool rows it may read says which sequence it b
 trainer's teacher-forced forward are the same functions on differently filled `Rows`; that is why they agree.
 
 Weights of a layer arrive as a dict by leaf name (`q`, `gate`, ..., and `q.lora_a`, `q.lora_b` where adapted). These
-functions see one device; `cluster.programs` puts them on a mesh.
+functions see one device, whose share of the weights may be some of the parts that blocks are cut into
+(`models.parts`); `cluster.programs` puts them on a mesh.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lockstep.models import parts
 from lockstep.models.attention import NO_WINDOW, attend
 from lockstep.models.quantise import Held, Quantised, product, put
 from lockstep.models.spec import ModelSpec
 from lockstep.ops import LANES, fence, log_normaliser, rms_norm, rotate, softcap, temperature_scaled, tiled
 
 Weights = Mapping[str, Any]  # arrays; the sampler's matrices may be `Quantised`
-Pool = tuple[Held, Held]
+Cache = tuple[Held, Held]
+Pool = tuple[Cache, ...]
+"""Keys and values [R, K, H] of a layer, once per part of attention that is this device's (then K is a part's)."""
 
 HEAD_ROWS = 32
 ATTENTION_ROWS = 8
@@ -49,12 +53,14 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Numerics:
-    """What decides the last bits besides the weights. tile_rows 0 is `fast`; dtype is the compute dtype."""
+    """What decides the last bits besides the weights. tile_rows 0 is `fast`; dtype is the compute dtype; tensor_parts:
+    parts that blocks are cut into, whatever the number of devices that share them."""
 
     dtype: str
     tile_rows: int
     page_size: int
     lora_scale: float = 0.0
+    tensor_parts: int = 1
 
     @property
     def head_rows(self) -> int:
@@ -100,15 +106,21 @@ def _qkv(spec: ModelSpec, num: Numerics, shared: tuple[Weights, jax.Array], x: j
     return rotate(q, pos, inv_freq), rotate(k, pos, inv_freq), v
 
 
-def _out_and_mlp(spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, attended: jax.Array) -> jax.Array:
-    def post(y: jax.Array, name: str) -> jax.Array:
-        return rms_norm(y, w[name], spec.norm_eps, spec.norm_offset) if spec.post_norms else y
+def _post_norm(spec: ModelSpec, w: Weights, name: str, y: jax.Array) -> jax.Array:
+    return rms_norm(y, w[name], spec.norm_eps, spec.norm_offset) if spec.post_norms else y
 
-    x = x + post(linear(w, "o", attended, num.lora_scale), "attn_post_norm")
+
+def _gated(spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array) -> jax.Array:
+    """What `down` is applied to."""
     h = rms_norm(x, w["mlp_norm"], spec.norm_eps, spec.norm_offset)
     gate = linear(w, "gate", h, num.lora_scale)
     gate = jax.nn.silu(gate) if spec.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-    return x + post(linear(w, "down", gate * linear(w, "up", h, num.lora_scale), num.lora_scale), "mlp_post_norm")
+    return gate * linear(w, "up", h, num.lora_scale)
+
+
+def _out_and_mlp(spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, attended: jax.Array) -> jax.Array:
+    x = x + _post_norm(spec, w, "attn_post_norm", linear(w, "o", attended, num.lora_scale))
+    return x + _post_norm(spec, w, "mlp_post_norm", linear(w, "down", _gated(spec, num, w, x), num.lora_scale))
 
 
 def cast(w: Weights, dtype: str) -> dict[str, Any]:
@@ -138,12 +150,33 @@ def layer(
     attention_tile: rows of attention at a time where that is not num.attention_rows (the backward pass, which tiles
     attention only, to bound memory).
     """
+    attention = functools.partial(_attention, spec, num, rows, inv_freq, window, attention_tile)
+    if num.tensor_parts > 1:
+        return _layer_in_parts(spec, num, w, x, rows, pool, attention)
+    (cache,) = pool
     w = cast(w, num.dtype)
+    attended, cache = attention(w, x, cache)
+    x = tiled(lambda s, *r: _out_and_mlp(spec, num, s, *r), num.tile_rows, rows.pos >= 0, w, x, attended)
+    return x, (cache,)
+
+
+def _attention(
+    spec: ModelSpec,
+    num: Numerics,
+    rows: Rows,
+    inv_freq: jax.Array,
+    window: jax.Array,
+    attention_tile: int | None,
+    w: Weights,
+    x: jax.Array,
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    """What each row's heads attend to, [N, Q*H], before the output product. w: of all heads or of a part of them."""
     live = rows.pos >= 0
     q, k, v = tiled(lambda s, *r: _qkv(spec, num, s, *r), num.tile_rows, live, (w, inv_freq), x, rows.pos)
-    pool = (put(pool[0], rows.write, k), put(pool[1], rows.write, v))
+    cache = (put(cache[0], rows.write, k), put(cache[1], rows.write, v))
 
-    def attention(shared: tuple[Pool, jax.Array], *r: jax.Array) -> jax.Array:
+    def attention(shared: tuple[Cache, jax.Array], *r: jax.Array) -> jax.Array:
         q, read, length = r
         return attend(
             shared[0], q, read, length, shared[1], page_size=num.page_size, scale=spec.query_scale,
@@ -154,19 +187,86 @@ def layer(
     tile = num.attention_rows if attention_tile is None else attention_tile
     if backward:
         attention = jax.checkpoint(attention)
-    attended = tiled(attention, tile, live, (pool, window), q, rows.read, rows.length)
-    x = tiled(lambda s, *r: _out_and_mlp(spec, num, s, *r), num.tile_rows, live, w, x, attended)
-    return x, pool
+    return tiled(attention, tile, live, (cache, window), q, rows.read, rows.length), cache
+
+
+def _layer_in_parts(
+    spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array, rows: Rows, pool: Pool, attention: Any
+) -> tuple[jax.Array, Pool]:
+    """`layer` with its blocks in parts (`models.parts`). A part is the same function of the same shapes wherever it is
+    computed, in loops over tiles of its own; collectives lie between the loops, two in a layer."""
+    live, whole_w = rows.pos >= 0, cast(w, num.dtype)
+    parted = functools.partial(parts.block, spec, num.tensor_parts, num.dtype, w)
+    caches, sums = [], []
+    own, total, inside = parted("attention", x)
+    for part, cache in zip(own, pool, strict=True):
+        attended, cache = attention(part, inside, cache)
+        caches.append(cache)
+        sums.append(tiled(functools.partial(_row_product, "o"), num.tile_rows, live, part, attended))
+    x = _add_block(spec, num, ("o", "attn_post_norm"), total, live, whole_w, x, sums)
+
+    def mlp(part: Weights, y: jax.Array) -> tuple[jax.Array, ...]:
+        return _row_product("down", part, _gated(spec, num, part, y))
+
+    own, total, inside = parted("mlp", x)
+    sums = [tiled(mlp, num.tile_rows, live, part, inside) for part in own]
+    return _add_block(spec, num, ("down", "mlp_post_norm"), total, live, whole_w, x, sums), tuple(caches)
+
+
+def _row_product(name: str, w: Weights, x: jax.Array) -> tuple[jax.Array, ...]:
+    """A part's share of x @ W, and of x @ A where adapted, in float32: sums of parts are rounded once."""
+    matrices = [w[leaf] for leaf in (name, f"{name}.lora_a") if leaf in w]
+    return tuple(jnp.matmul(x, matrix, preferred_element_type=jnp.float32) for matrix in matrices)
+
+
+def _add_block(
+    spec: ModelSpec,
+    num: Numerics,
+    names: tuple[str, str],
+    total: int,
+    live: jax.Array,
+    w: Weights,
+    x: jax.Array,
+    sums: list[tuple[jax.Array, ...]],
+) -> jax.Array:
+    """x + the block's output, of whose `total` parts `sums` are this device's. names: last matrix, norm after it."""
+    name, norm = names
+    summed = [parts.combine(own, total).astype(num.dtype) for own in zip(*sums, strict=True)]
+
+    def block(w: Weights, x: jax.Array, y: jax.Array, *low: jax.Array) -> jax.Array:
+        for a in low:
+            y = y + num.lora_scale * (a @ w[f"{name}.lora_b"])
+        return x + _post_norm(spec, w, norm, y)
+
+    return tiled(block, num.tile_rows, live, w, x, *summed)
 
 
 def _logits(spec: ModelSpec, w: Weights, x: jax.Array) -> jax.Array:
-    """[V, N] float32 logits; w holds `final_norm` and `table` [V, D] (the head, or the embedding where tied).
+    """[V, N] float32 logits; w holds `final_norm` and `table` [V, D] (the head, or the embedding where tied), or
+    `tables`: this device's parts of it.
 
     A column per row of x: XLA:CPU multiplies a large table from the left faster, and the sums over the vocabulary run
     over several rows at once.
     """
     h = fence(rms_norm(x, w["final_norm"], spec.norm_eps, spec.norm_offset).T)
-    return softcap(jnp.matmul(w["table"], h, preferred_element_type=jnp.float32), spec.final_softcap)
+
+    def product(table: jax.Array, h: jax.Array) -> jax.Array:
+        return jnp.matmul(table, h, preferred_element_type=jnp.float32)
+
+    if "tables" in w:
+        tables = w["tables"]
+        z = parts.join([fence(product(*fence((t, h)))) for t in tables], spec.vocab_size // tables[0].shape[0])
+    else:
+        z = product(w["table"], h)
+    return softcap(z, spec.final_softcap)
+
+
+def head_inputs(spec: ModelSpec, num: Numerics, w: Weights, x: jax.Array) -> tuple[Any, jax.Array]:
+    """Weights as `_logits` takes them, in the compute dtype, and the rows x."""
+    if parts.parts_of(spec, "head", num.tensor_parts) == 1:
+        return cast(w, num.dtype), x
+    own, _, x = parts.block(spec, num.tensor_parts, num.dtype, w, "head", x)
+    return {"final_norm": own[0]["final_norm"], "tables": [part["table"] for part in own]}, x
 
 
 def invert(weights_NM: jax.Array, uniform_N: jax.Array) -> jax.Array:
@@ -226,7 +326,8 @@ def logprobs(
     # Fenced, so that the compiler does not know them and makes of the block what it makes of it for the sampler.
     unused = fence(jnp.full((x.shape[0], 2), 0.5, jnp.float32))
     block, tile = functools.partial(_head_block, spec), num.head_rows if tile is None else tile
-    return tiled(block, tile, target >= 0, cast(w, num.dtype), x, target, temperature, unused)[1]
+    w, x = head_inputs(spec, num, w, x)
+    return tiled(block, tile, target >= 0, w, x, target, temperature, unused)[1]
 
 
 def uniforms(seed: jax.Array, index: jax.Array) -> jax.Array:
@@ -253,7 +354,8 @@ def sample(
     u = uniforms(seed, index)
     draw = fence(jnp.full(x.shape[:1], -1, jnp.int32))
     block = functools.partial(_head_block, spec)
-    return tiled(block, num.head_rows, index >= 0, cast(w, num.dtype), x, draw, temperature, u)
+    w, x = head_inputs(spec, num, w, x)
+    return tiled(block, num.head_rows, index >= 0, w, x, draw, temperature, u)
 
 
 def head_weights(params: Weights) -> dict[str, jax.Array]:

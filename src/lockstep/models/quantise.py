@@ -38,8 +38,14 @@ class Storage:
     kv: KVType = "compute"
     weights: WeightsType = "compute"
 
-    def require_fast(self, tile_rows: int) -> None:
-        """ConfigError where exact mode (tile_rows > 0) is combined with a quantised sampler."""
+    def require_fast(self, tile_rows: int, tensor_parts: int) -> None:
+        """ConfigError where exact mode (tile_rows > 0) is combined with a quantised sampler, or int8 matrices with
+        parts."""
+        if tensor_parts > 1 and self.weights != "compute":
+            raise ConfigError(
+                f"layer matrices {self.weights} where blocks are computed in {tensor_parts} parts: a scale would have "
+                "to be cut with its matrix, which is not done yet; use meshes with tensor = 1, or hold them as 'compute'"
+            )
         if tile_rows and self.quantised:
             raise ConfigError(
                 f"{self} in exact mode: the trainer computes with unquantised keys, values and weights, so the "

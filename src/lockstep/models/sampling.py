@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lockstep.models.decoder import Numerics, Weights, _draw, _logits, cast, uniforms
+from lockstep.models.decoder import Numerics, Weights, _draw, _logits, head_inputs, uniforms
 from lockstep.models.spec import ModelSpec
 from lockstep.ops import log_normaliser, temperature_scaled, tiled
 
@@ -152,4 +152,5 @@ def choose(
     """
     block = functools.partial(_block, spec, likeliest)
     u = uniforms(seed, index)
-    return Choice(*tiled(block, num.head_rows, index >= 0, cast(w, num.dtype), x, temperature, u, *changes))
+    w, x = head_inputs(spec, num, w, x)
+    return Choice(*tiled(block, num.head_rows, index >= 0, w, x, temperature, u, *changes))

@@ -94,7 +94,7 @@ def load_drafts(
     max_positions: int,
     say: Callable[[str], None] | None = None,
 ) -> ModelDrafts:
-    """The draft model of this name, folder or file, ready to propose. num: of the target, for its dtype and pages.
+    """The draft model of this name, folder or file, ready to propose. num: of the target.
 
     Raises ConfigError if its tokens are not the target's: then none of its drafts would mean anything.
     """
@@ -105,7 +105,7 @@ def load_drafts(
             f"({model.tokenizer.vocab_size} and {tokenizer.vocab_size} tokens); use a smaller model of the same family"
         )
     table = leaf_table(model.spec)
-    programs = Programs(model.spec, Numerics(num.dtype, num.tile_rows, num.page_size), mesh, table)
+    programs = Programs(model.spec, replace(num, lora_scale=0.0), mesh, table)
     longest = min(max_positions, model.spec.max_position)
     unused = Fingerprint("draft", "draft", "draft", "draft")
     engine = Engine(programs, slots=slots, max_positions=longest, fingerprint=unused)

@@ -63,6 +63,8 @@ def make_fingerprint(
     numerics = [num.dtype, num.tile_rows, num.page_size, num.lora_scale, *made_by]
     if storage.quantised:
         numerics += [f"kv {storage.kv}", f"weights {storage.weights}"]
+    if num.tensor_parts > 1:  # so that records made before there were parts keep their identity
+        numerics.append(num.tensor_parts)
     return Fingerprint(
         tokenizer.fingerprint, tokenizer.template_fingerprint, decoding_digest(sampling), json_digest(numerics)
     )
@@ -106,9 +108,10 @@ class EngineStats:
 class Engine:
     """One policy snapshot, sampled from.
 
-    programs: the rollout role's compiled functions. slots: sequences decoded together on each device (exact mode
-    computes whole tiles, so a multiple of the tile wastes nothing). max_positions: prompt and completion tokens of one
-    sequence at most. num_pages: cache pages per device; 0 sizes the pool so that every slot can hold max_positions.
+    programs: the rollout role's compiled functions. slots: sequences decoded together on each device, or on each group
+    of devices along `tensor`, which count as one here and below (exact mode computes whole tiles, so a multiple of the
+    tile wastes nothing). max_positions: prompt and completion tokens of one sequence at most. num_pages: cache pages
+    per device; 0 sizes the pool so that every slot can hold max_positions.
     prefill_rows: rows of one pass at most, where slots is fewer; longer prompts are prefilled over several passes.
     max_waiting: samples per device that may wait to be started (`submit` refuses more). swap: whether rows of preempted
     samples are kept on the host where that is cheaper ("auto"), always, or never. decode: text of ids, for stop texts.
@@ -136,7 +139,7 @@ class Engine:
         fingerprint: Fingerprint,
     ) -> None:
         page = programs.num.page_size
-        storage.require_fast(programs.num.tile_rows)
+        storage.require_fast(programs.num.tile_rows, programs.num.tensor_parts)
         self.programs, self.fingerprint, self.storage = programs, fingerprint, storage
         self.num_pages = num_pages or enough_pages(slots, max_positions, page)
         self._trash = self.num_pages * page
@@ -162,7 +165,7 @@ class Engine:
                 drafts=drafts,
                 payoff=make_payoff(draft_tokens, unit) if drafts is not None else None,
             )
-            for _ in range(programs.num_devices)
+            for _ in range(programs.row_shards)
         ]
         self._sampler, self._decode = Sampler(programs), decode
         self.decode_steps, self._decode_steps = decode_steps, DecodeSteps(programs, self._trash)
@@ -173,7 +176,7 @@ class Engine:
         self.stats = EngineStats()
 
     def kv_bytes_per_device(self) -> int:
-        return sum(a.nbytes for a in jax.tree.leaves(self._pools)) // self.programs.num_devices
+        return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.itemsize for a in jax.tree.leaves(self._pools))
 
     def install(self, version: PolicyVersion, params: Mapping[str, jax.Array]) -> None:
         """Serve `params` as `version` from the next pass on. Only while nothing runs: no sequence changes policy.
@@ -299,7 +302,7 @@ class Engine:
         p = self.programs
         width = padded_pages(max((r.pos + steps for w in work for r in w), default=1), p.num.page_size)
         n = p.rows_for(max(len(w) for w in work), width)
-        host = numpy_rows(p.num_devices, n, width, self._trash)
+        host = numpy_rows(p.row_shards, n, width, self._trash)
         for d, rows in enumerate(work):
             for i, r in enumerate(rows, d * n):
                 host.tokens[i], host.pos[i], host.length[i] = r.token, r.pos, r.pos + 1
@@ -309,7 +312,7 @@ class Engine:
         self._compiled = shape not in self._shapes
         self._shapes.add(shape)
         self.stats.passes += steps
-        self.stats.padded_rows += steps * n * p.num_devices
+        self.stats.padded_rows += steps * n * p.row_shards
         self.stats.prompt_tokens += sum(r.kind == "prompt" for w in work for r in w)
         return host
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from lockstep.config import RolloutConfig
+from lockstep.config import Config, RolloutConfig
 from lockstep.errors import ConfigError
+from lockstep.models.parts import parts_of
 from lockstep.models.quantise import DTYPES, SCALE_DTYPE, KVType
 from lockstep.models.spec import ModelSpec
 from lockstep.text import format_bytes
@@ -23,10 +24,14 @@ def full_sequences(num_pages: int, max_positions: int, page_size: int) -> int:
     return num_pages // enough_pages(1, max_positions, page_size)
 
 
-def row_bytes(spec: ModelSpec, dtype: str, kv: KVType = "compute") -> int:
-    """Bytes of one position: a key and a value of K heads in every layer; where quantised with a scale per head."""
+def row_bytes(spec: ModelSpec, dtype: str, kv: KVType = "compute", shares: int = 1) -> int:
+    """Bytes of one position: a key and a value of K heads in every layer; where quantised with a scale per head.
+
+    shares: devices that the heads are split over."""
     head = spec.head_dim * (jnp.dtype(dtype) if kv == "compute" else DTYPES[kv]).itemsize
-    return 2 * spec.num_layers * spec.num_kv_heads * (head + (0 if kv == "compute" else SCALE_DTYPE.itemsize))
+    return (
+        2 * spec.num_layers * (spec.num_kv_heads // shares) * (head + (0 if kv == "compute" else SCALE_DTYPE.itemsize))
+    )
 
 
 def pool_bytes(num_pages: int, page_size: int, bytes_per_row: int) -> int:
@@ -39,12 +44,19 @@ def pages_within(budget_bytes: int, page_size: int, bytes_per_row: int) -> int:
     return max(0, (budget_bytes // bytes_per_row - 1) // page_size)
 
 
-def pages_of_recipe(rollout: RolloutConfig, spec: ModelSpec, dtype: str, max_positions: int) -> int:
+def head_shares(config: Config, spec: ModelSpec) -> int:
+    """Devices of the rollout mesh that a position's heads are split over."""
+    cut = parts_of(spec, "attention", config.numerics.parts_on(config.cluster)) > 1
+    return config.cluster.mesh("rollout").tensor if cut else 1
+
+
+def pages_of_recipe(rollout: RolloutConfig, spec: ModelSpec, dtype: str, max_positions: int, shares: int = 1) -> int:
     """Pages of the pool on each device: as `rollout.kv_memory_mib` or `rollout.num_pages` says, else enough for every
-    slot. Raises ConfigError for a budget that does not hold one sequence of `max_positions`."""
+    slot. shares: devices that the heads are split over. Raises ConfigError for a budget that does not hold one sequence
+    of `max_positions`."""
     if not rollout.kv_memory_mib:
         return rollout.num_pages or enough_pages(rollout.slots, max_positions, rollout.page_size)
-    row, page = row_bytes(spec, dtype, rollout.kv_dtype), rollout.page_size
+    row, page = row_bytes(spec, dtype, rollout.kv_dtype, shares), rollout.page_size
     pages = pages_within(rollout.kv_memory_mib * MIB, page, row)
     if not full_sequences(pages, max_positions, page):
         needed = -(-pool_bytes(enough_pages(1, max_positions, page), page, row) // MIB)

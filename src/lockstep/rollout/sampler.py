@@ -147,7 +147,7 @@ class Sampler:
     def run_blank(self, program: str, weights: SplitWeights, x: jax.Array, m: int, params: SamplingParams) -> None:
         """Run `sample`, `choose` or `logprobs` on m picked rows a device that ask for what `params` does. Of
         ids that requests name (biases, penalties, stop ids that may not come yet) only the shortest list."""
-        p, b = self.programs, lay_out([[] for _ in range(self.programs.num_devices)], self.programs, m)
+        p, b = self.programs, lay_out([[] for _ in range(self.programs.row_shards)], self.programs, m)
         if program == "sample":
             p.sample(weights, x, *p.put_rows((b.temperature, b.seed, b.index)))
         elif program == "choose":

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.cluster.programs import Programs, padded_pages
 from lockstep.models.decoder import Pool
@@ -65,10 +66,11 @@ class PoolRows:
 
     def __init__(self, programs: Programs, trash: int) -> None:
         self.programs, self._trash = programs, trash
-        spec = programs.rows_spec
+        pool, row = programs.pool_spec, programs.rows_spec
+        self._content = NamedSharding(programs.mesh, pool)
 
-        def over_mesh(body: Any, inputs: int) -> Any:
-            return jax.shard_map(body, mesh=programs.mesh, in_specs=(spec,) * inputs, out_specs=spec, check_vma=False)
+        def over_mesh(body: Any, *specs: PartitionSpec) -> Any:
+            return jax.shard_map(body, mesh=programs.mesh, in_specs=specs, out_specs=pool, check_vma=False)
 
         def gather(pools: list[Pool], rows: jax.Array) -> Any:
             return jax.tree.map(lambda pool: pool[rows], pools)
@@ -76,11 +78,11 @@ class PoolRows:
         def scatter(pools: list[Pool], rows: jax.Array, content: Any) -> Any:
             return jax.tree.map(lambda pool, new: pool.at[rows].set(new), pools, content)
 
-        self._gather = jax.jit(over_mesh(gather, 2))
-        self._scatter = jax.jit(over_mesh(scatter, 3), donate_argnums=(0,))
+        self._gather = jax.jit(over_mesh(gather, pool, row))
+        self._scatter = jax.jit(over_mesh(scatter, pool, row, pool), donate_argnums=(0,))
 
     def _layout(self, swaps: Sequence[Sequence[Swap]]) -> tuple[np.ndarray, list[tuple[Swap, slice]]]:
-        """Row numbers [devices * n], and which of them are each swap's. swaps: per device."""
+        """Row numbers [row shards * n], and which of them are each swap's. swaps: per row shard."""
         most = max(sum(len(s.rows) for s in own) for own in swaps)
         n = padded_pages(most, self.programs.num.page_size)
         rows, places = np.full(len(swaps) * n, self._trash, np.int32), []
@@ -104,7 +106,7 @@ class PoolRows:
 
     def run_blank(self, pools: list[Pool], count: int) -> list[Pool]:
         """Compile both copies for `count` rows a device: the spare row out and back."""
-        rows = np.full(self.programs.num_devices * count, self._trash, np.int32)
+        rows = np.full(self.programs.row_shards * count, self._trash, np.int32)
         content = jax.tree.map(np.asarray, self._gather(pools, self.programs.put_rows(rows)))
         return self._scatter(pools, *self.programs.put_rows((rows, content)))
 
@@ -117,8 +119,8 @@ class PoolRows:
         for swap, place in places:
             for into, saved in zip(content, swap.sequence.saved.leaves, strict=True):
                 into[place] = saved
-        put = self.programs.put_rows((rows, jax.tree.unflatten(shape, content)))
-        pools = jax.block_until_ready(self._scatter(pools, *put))
+        put = jax.device_put(jax.tree.unflatten(shape, content), self._content)
+        pools = jax.block_until_ready(self._scatter(pools, self.programs.put_rows(rows), put))
         for swap, _ in places:
             swap.sequence.saved = None
         costs.copied(sum(len(s.rows) for s, _ in places), time.perf_counter() - start, out=False)

@@ -165,13 +165,13 @@ def _passes(engine: Engine, params: SamplingParams, wanted: dict[str, Shapes]) -
     heads = {(name, m) for name in ("sample", "choose", "logprobs") for (m,) in wanted.get(name, [])}
     for (n,) in wanted["embed"]:
         for kind, _, width in (shape for shape in wanted["layer"] if shape[1] == n):
-            i, blank = kinds[kind], numpy_rows(p.num_devices, n, width, engine._trash)
+            i, blank = kinds[kind], numpy_rows(p.row_shards, n, width, engine._trash)
             rows = p.put_rows(blank)
             x, engine._pools[i] = p.layer(weights, i, p.embed(weights, rows.tokens), rows, engine._pools[i])
             if (n, width) in wanted.get("advance", []) and not kind:
                 engine._decode_steps.run_blank(blank, p.head_rows_for(n), len(params.stop_ids))
         for m in (shape[1] for shape in wanted["pick"] if shape[0] == n):
-            picked = p.pick(x, p.put_rows(np.zeros(p.num_devices * m, np.int32)))
+            picked = p.pick(x, p.put_rows(np.zeros(p.row_shards * m, np.int32)))
             for name in ("sample", "choose", "logprobs"):
                 if (name, m) in heads:
                     heads.remove((name, m))

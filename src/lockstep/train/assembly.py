@@ -28,12 +28,13 @@ from lockstep.models.catalog import LoadedModel
 from lockstep.models.decoder import Numerics
 from lockstep.models.init import init_leaf
 from lockstep.models.lora import LoraSpec
+from lockstep.models.parts import whole_blocks
 from lockstep.models.quantise import Storage
 from lockstep.models.spec import ModelSpec, leaf_table
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.draft_model import make_drafts
 from lockstep.rollout.engine import Engine, make_fingerprint
-from lockstep.rollout.pool_size import pages_of_recipe
+from lockstep.rollout.pool_size import head_shares, pages_of_recipe
 from lockstep.rollout.stops import split_stops
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.select import listed
@@ -125,6 +126,7 @@ def make_numerics(config: Config, lora: LoraSpec | None) -> Numerics:
         tile_rows=config.numerics.tile_rows if config.numerics.mode == "exact" else 0,
         page_size=config.rollout.page_size,
         lora_scale=lora.scale if lora else 0.0,
+        tensor_parts=config.numerics.parts_on(config.cluster),
     )
 
 
@@ -140,13 +142,16 @@ def initial_trainable(params: Mapping[str, np.ndarray], leaves: LeafSplit, seed:
 
 
 def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
-    """Load reward, model and data, and set up every role. say: told what takes long.
+    """Load reward, model and data, and set up every role. say: told what takes long, and what devices cannot share.
 
     Writes nothing. Raises a LockstepError if a part is missing or broken, or if parts do not fit each other.
     """
     reward = make_reward(config.reward)
     dial = Dial.from_config(config.cluster)
     model = load_model(config.model.name, config.model.dtype, say=say)
+    if say is not None:
+        for line in whole_blocks(model.spec, config.numerics.parts_on(config.cluster)):
+            say(line)
     task = make_task(config.task, model.tokenizer, config.run.seed)
     leaves = split_leaves(config, model.spec)
     sampling = make_sampling(config, model.tokenizer)
@@ -162,7 +167,9 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         rollout,
         slots=config.rollout.slots,
         max_positions=longest,
-        num_pages=pages_of_recipe(config.rollout, model.spec, config.model.dtype, longest),
+        num_pages=pages_of_recipe(
+            config.rollout, model.spec, config.model.dtype, longest, head_shares(config, model.spec)
+        ),
         max_waiting=config.rollout.max_waiting,
         swap=config.rollout.swap,
         decode_steps=config.rollout.decode_steps,
@@ -267,7 +274,7 @@ def _on_rollout(
 
 
 def _geometry(config: Config, programs: Programs) -> Geometry:
-    return Geometry(programs.num_devices, config.train.micro_batch_rows, programs.num.tile_rows, programs.num.page_size)
+    return Geometry(programs.row_shards, config.train.micro_batch_rows, programs.num.tile_rows, programs.num.page_size)
 
 
 def measures_kl(config: Config) -> bool:

@@ -22,10 +22,10 @@ from lockstep.types import Trajectory
 
 @dataclass(frozen=True)
 class Geometry:
-    """How rows are laid out: devices of the mesh; rows, and completion tokens, per device and micro-batch at most
-    (before padding); tile and page."""
+    """How rows are laid out: into how many shards (`Programs.row_shards`); rows, and completion tokens, per shard and
+    micro-batch at most (before padding); tile and page."""
 
-    num_devices: int
+    row_shards: int
     max_rows: int
     tile_rows: int
     page_size: int
@@ -33,8 +33,8 @@ class Geometry:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass. rows: [devices * N] work; at, target, temperature [devices * M]: the row that predicts each
-    completion token (within its device), the token (-1: padding), its temperature. tokens: the loss's fields.
+    """One forward pass. rows: [row shards * N] work; at, target, temperature [row shards * M]: the row that predicts
+    each completion token (within its shard), the token (-1: padding), its temperature. tokens: the loss's fields.
     spans: (sample, start, stop): where sample's tokens lie on the flat M axis. num_rows: real rows."""
 
     rows: Rows
@@ -46,7 +46,7 @@ class MicroBatch:
     num_rows: int
 
     def scatter(self, flat: np.ndarray, into: list[np.ndarray | None]) -> None:
-        """Hand each sample its own tokens' values of `flat` [devices * M]."""
+        """Hand each sample its own tokens' values of `flat` [row shards * M]."""
         for sample, start, stop in self.spans:
             into[sample] = flat[start:stop]
 
@@ -96,8 +96,8 @@ def _pieces(trajectories: Sequence[Trajectory], max_rows: int) -> list[_Piece]:
 
 
 def _bins(pieces: list[_Piece], geometry: Geometry) -> list[list[_Piece]]:
-    """Pieces into as few bins as are found, a multiple of num_devices of them, equally filled where that fits."""
-    d, most = geometry.num_devices, geometry.max_rows
+    """Pieces into as few bins as are found, a multiple of row_shards of them, equally filled where that fits."""
+    d, most = geometry.row_shards, geometry.max_rows
     longest_first = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size, i))
     packed = _first_fit(pieces, longest_first, most)
     fewest = -(-sum(p.size for p in pieces) // (most * d)) * d
@@ -147,7 +147,7 @@ def make_micro_batches(
     if not pieces:
         return []
     bins = _bins(pieces, geometry)
-    d = geometry.num_devices
+    d = geometry.row_shards
     return [_lay_out(bins[i : i + d], trajectories, advantages, temperature, geometry) for i in range(0, len(bins), d)]
 
 

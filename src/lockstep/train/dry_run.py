@@ -11,10 +11,11 @@ from lockstep.cluster.quantised_weights import int8_bytes
 from lockstep.cluster.roles import ROLES
 from lockstep.config import Config
 from lockstep.models.catalog import load_spec, require_weights
+from lockstep.models.parts import whole_blocks
 from lockstep.models.spec import ModelSpec, leaf_table, num_parameters, require_decoder
 from lockstep.plan.answer import plan_of
 from lockstep.plan.request import request_of_recipe
-from lockstep.rollout.pool_size import describe_pool, pages_of_recipe, pool_bytes, row_bytes
+from lockstep.rollout.pool_size import describe_pool, head_shares, pages_of_recipe, pool_bytes, row_bytes
 from lockstep.text import format_bytes
 from lockstep.train.assembly import longest_sequence, measures_kl, snapshot_column
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
@@ -42,6 +43,7 @@ def describe(config: Config) -> str:
             f"{TRAINABLE_DTYPE})",
             "",
             dial.describe(sizes, leaves.all),
+            *whole_blocks(spec, config.numerics.parts_on(config.cluster)),
             "gradients and staged copies are held for part of each step; activations come on top and are not counted",
             "",
             describe_pool(pages, config.rollout.page_size, longest_sequence(config, spec), nbytes),
@@ -93,8 +95,9 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
 def planned_pool(config: Config, spec: ModelSpec) -> tuple[int, int]:
     """(pages, bytes) of the sampler's key-value cache on each device."""
     longest, rollout, dtype = longest_sequence(config, spec), config.rollout, config.model.dtype
-    pages = pages_of_recipe(rollout, spec, dtype, longest)
-    return pages, pool_bytes(pages, rollout.page_size, row_bytes(spec, dtype, rollout.kv_dtype))
+    shares = head_shares(config, spec)
+    pages = pages_of_recipe(rollout, spec, dtype, longest, shares)
+    return pages, pool_bytes(pages, rollout.page_size, row_bytes(spec, dtype, rollout.kv_dtype, shares))
 
 
 def _sync_cost(config: Config) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lockstep.cluster.programs import Programs, SplitWeights
@@ -33,7 +31,7 @@ def layer_states(
     programs: Programs, weights: SplitWeights, rows: Rows, first: int, last: int, x: jax.Array | None = None
 ) -> Iterator[jax.Array]:
     """Input of layer `first`, then the output of each of layers first..last-1: last - first + 1 arrays
-    [devices * N, D], one at a time, so that nothing is kept that the caller does not keep.
+    [row shards * N, D], one at a time, so that nothing is kept that the caller does not keep.
 
     x: input of layer `first`; None starts from the embedding (then first is 0).
     """
@@ -42,9 +40,9 @@ def layer_states(
         x = programs.embed(weights, rows.tokens)
     yield x
     if last > first:
-        rows_per_device = rows.tokens.shape[0] // programs.num_devices
+        rows_per_shard = rows.tokens.shape[0] // programs.row_shards
         # One scratch pool serves all layers: each layer writes every real row before anything reads it.
-        pool = _scratch_pool(programs, rows_per_device + 1)
+        pool = programs.new_pool(rows_per_shard + 1)
         for i in range(first, last):
             x, pool = programs.layer(weights, i, x, rows, pool)
             yield x
@@ -60,15 +58,6 @@ def last_state(
     return x
 
 
-def _scratch_pool(programs: Programs, rows: int) -> Any:
-    shape = (programs.num_devices * rows, programs.spec.num_kv_heads, programs.spec.head_dim)
-
-    def zeros() -> jax.Array:
-        return jnp.zeros(shape, programs.num.dtype, device=programs.row_sharding)
-
-    return zeros(), zeros()
-
-
 def score(
     programs: Programs,
     weights: SplitWeights,
@@ -76,7 +65,8 @@ def score(
     trunks: Sequence[jax.Array] | None = None,
     first: int = 0,
 ) -> list[np.ndarray]:
-    """Log-probabilities of every completion token, [devices * M] per micro-batch. trunks: inputs of layer `first`."""
+    """Log-probabilities of every completion token, [row shards * M] per micro-batch. trunks: of layer `first`, its
+    inputs."""
     out = []
     for i, batch in enumerate(batches):
         device = DeviceBatch.put(programs, batch)

@@ -121,7 +121,7 @@ class Scorer:
         """They are the same for every version, so they are laid out once."""
         if self._made is None or self._made[0] != sequences:
             p = self.programs
-            geometry = Geometry(p.num_devices, sum(map(len, sequences)), p.num.tile_rows, p.num.page_size)
+            geometry = Geometry(p.row_shards, sum(map(len, sequences)), p.num.tile_rows, p.num.page_size)
             made = make_micro_batches(
                 [_as_rollout(i, s) for i, s in enumerate(sequences)], np.zeros(len(sequences)), 1.0, geometry
             )

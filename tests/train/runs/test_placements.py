@@ -29,7 +29,9 @@ STEPS = 3
 
 
 def overrides(cluster: str, more: Sequence[str] = ()) -> list[str]:
-    return [f"--cluster={{{cluster}}}", f"--run.steps={STEPS}", "--run.checkpoint_every=0", *more]
+    # Parts as some placement needs them: their number is the one thing about a placement that bits depend on.
+    fixed = [f"--run.steps={STEPS}", "--run.checkpoint_every=0", "--numerics.tensor_parts=2"]
+    return [f"--cluster={{{cluster}}}", *fixed, *more]
 
 
 class Placed:
