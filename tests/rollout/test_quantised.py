@@ -107,13 +107,13 @@ def test_a_product_with_int8_is_that_with_what_it_stands_for() -> None:
 
 @pytest.fixture(scope="module")
 def fast(tiny_spec) -> Callable[..., Programs]:
-    """fast(**axes): programs in fast mode, with an adapter."""
+    """fast(parts=1, **axes): programs in fast mode, with an adapter."""
 
     @cache
-    def make(**axes: int) -> Programs:
+    def make(parts: int = 1, **axes: int) -> Programs:
         leaves = {**leaf_table(tiny_spec), **adapter_table(tiny_spec, LORA)}
         mesh = Dial.build({"rollout": axes}).mesh("rollout")
-        return Programs(tiny_spec, Numerics("float32", 0, 16, LORA.scale), mesh, leaves)
+        return Programs(tiny_spec, Numerics("float32", 0, 16, LORA.scale, parts), mesh, leaves)
 
     return make
 
@@ -146,7 +146,7 @@ def run(engine: Engine) -> list[Trajectory]:
 
 def recomputed(programs: Programs, done: list[Trajectory]) -> np.ndarray:
     """The trainer's log-probabilities, which nothing quantises."""
-    batches = make_micro_batches(done, np.zeros(len(done)), 1.0, Geometry(programs.num_devices, 1024, 0, 16))
+    batches = make_micro_batches(done, np.zeros(len(done)), 1.0, Geometry(programs.row_shards, 1024, 0, 16))
     found: list[np.ndarray | None] = [None] * len(done)
     split = SplitWeights.of(weights(programs), programs.spec.num_layers)
     for batch, flat in zip(batches, score(programs, split, batches), strict=True):
@@ -173,7 +173,7 @@ def test_the_pool_holds_the_keys_and_values_in_eight_bits(fast, tiny_spec, kind)
     for engine in (one, other):
         engine.generate(prompts()[1:2], {"q17": [1]}, SamplingParams(1.0, 1, frozenset()))
     for side in (0, 1):
-        real, held = np.asarray(one._pools[0][side]), other._pools[0][side]
+        real, held = np.asarray(one._pools[0][0][side]), other._pools[0][0][side]
         read = np.asarray(take(held, jnp.arange(len(real)), "float32"))
         rows = np.flatnonzero(np.abs(real).sum((1, 2)))
         assert len(rows) >= 17 and held.held.dtype == DTYPES[kind]
@@ -186,7 +186,7 @@ def test_the_pool_holds_the_keys_and_values_in_eight_bits(fast, tiny_spec, kind)
     assert other.kv_bytes_per_device() == wanted < one.kv_bytes_per_device() / 2
 
 
-@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, {"data": 2}], ids=str)
 def test_the_weights_are_numpys_wherever_they_lie(fast, axes: dict[str, int]) -> None:
     programs = fast(**axes)
     engine = serve(programs, Storage(weights="int8"))
@@ -254,6 +254,17 @@ def test_exact_mode_refuses_it_in_words(tiny_programs) -> None:
     for storage in STORAGES:
         with pytest.raises(ConfigError, match=r"exact mode: the trainer computes with unquantised .*mode = 'fast'"):
             Engine(tiny_programs(1), slots=32, max_positions=48, fingerprint=FINGERPRINT, storage=storage)
+
+
+def test_with_parts_the_cache_may_be_quantised_and_the_matrices_may_not(fast) -> None:
+    """A head's keys and values have scales of their own, so it makes no difference on which device the head is."""
+    one, two = (serve(fast(2, tensor=t), Storage("int8")) for t in (1, 2))
+    assert two.kv_bytes_per_device() * 2 == one.kv_bytes_per_device()
+    for a, b in zip(run(one), run(two), strict=True):
+        np.testing.assert_array_equal(a.completion_ids, b.completion_ids)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-3)
+    with pytest.raises(ConfigError, match="int8 where blocks are computed in 2 parts"):
+        serve(fast(2, tensor=2), Storage(weights="int8"))
 
 
 def test_the_fingerprint_names_it(tiny_folder) -> None:

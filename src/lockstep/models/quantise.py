@@ -44,7 +44,7 @@ class Storage:
         if tensor_parts > 1 and self.weights != "compute":
             raise ConfigError(
                 f"layer matrices {self.weights} where blocks are computed in {tensor_parts} parts: a scale would have "
-                "to be cut with its matrix, which is not done yet; use meshes with tensor = 1, or hold them as 'compute'"
+                "to be cut with its matrix, which is not done yet; use meshes with tensor = 1, or 'compute'"
             )
         if tile_rows and self.quantised:
             raise ConfigError(
