@@ -8,7 +8,7 @@ long-tailed (median 40, at most 256). End-of-sequence ids are ignored: each peer
 stops it there if it can.
 
 Every peer is loaded once, in a process and an environment of its own (`.venvs/`, made on first use; see
-peers/environments.py), warmed up on every shape, and then takes its turn in every round. Who is not at work is stopped
+peers/environments.py), warmed up on every shape (those that compile on the whole of it), and then takes its turn in every round. Who is not at work is stopped
 (SIGSTOP), so it cannot spin. Medians over the rounds count, ratios are those of medians in the same run. Greedy
 completions are compared with lockstep's: peers that were given other weights would show. The limit is what the
 machine's measured bandwidth and multiply rate allow (`decode_work.machine_limit`).
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_peers import PEERS, Failed, Worker
-from decode_work import agreement, job, machine_limit, shapes, summarise, table
+from decode_work import Shape, agreement, brief, job, machine_limit, shapes, summarise, table
 from limits import child_environment, machine_facts, usable_cores, use_cores
 from limits import markdown as limits_table
 from loop import model_folder
@@ -124,17 +124,19 @@ class Run:
             self.workers[name] = worker
             self.peers[name] |= {"versions": worker.ready["versions"], "load_s": worker.ready["load_s"], "warm_s": {}}
             for shape in self.shapes:
-                if (answer := self.do(name, shape, -1)) is not None:
+                wanted = self.shapes[shape] if PEERS[name].compiles else brief(self.shapes[shape])
+                if (answer := self.do(name, shape, -1, wanted)) is not None:
                     self.peers[name]["warm_s"][shape] = answer["seconds"]
             say(f"{name}: ready after {time.perf_counter() - began:.0f} s")
 
-    def do(self, name: str, shape: str, round_: int) -> dict[str, Any] | None:
-        """One job; None, and the failure on record, where it fails. A worker that died takes no further part."""
+    def do(self, name: str, shape: str, round_: int, wanted: Shape | None = None) -> dict[str, Any] | None:
+        """One job, of the shape or of what is `wanted` instead; None, and the failure on record, where it fails. A
+        worker that died takes no further part."""
         worker = self.workers.get(name)
         if worker is None:
             return None
         try:
-            return worker.do(job(self.shapes[shape], self.spec.vocab_size, round_))
+            return worker.do(job(wanted or self.shapes[shape], self.spec.vocab_size, round_))
         except Failed as error:
             self.failed(name, shape, error)
             if not worker.alive:

@@ -23,12 +23,14 @@ HERE = Path(__file__).resolve().parent / "peers"
 @dataclass(frozen=True)
 class PeerKind:
     """script: of peers/; environment: of peers/environments.py, "" for the one that runs this; option: see the script;
-    variables: environment variables that make the peer fast or let it run at all."""
+    variables: environment variables that make the peer fast or let it run at all. compiles: whether a shape's first time
+    costs more than its later ones, so that it has to be run whole once before it counts."""
 
     script: str
     environment: str
     option: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    compiles: bool = False
 
 
 # A thread of an OpenMP library that waits goes to sleep, where otherwise it spins: with one other busy process on the
@@ -43,9 +45,9 @@ VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 PEERS = {
-    "lockstep": PeerKind("decode_lockstep.py", "", "exact"),
-    "lockstep-fast": PeerKind("decode_lockstep.py", "", "fast"),
-    "tunix": PeerKind("decode_tunix.py", "tunix"),
+    "lockstep": PeerKind("decode_lockstep.py", "", "exact", compiles=True),
+    "lockstep-fast": PeerKind("decode_lockstep.py", "", "fast", compiles=True),
+    "tunix": PeerKind("decode_tunix.py", "tunix", compiles=True),
     "transformers": PeerKind("decode_transformers.py", "transformers", variables={**PASSIVE, "HF_HUB_OFFLINE": "1"}),
     "vllm": PeerKind("decode_vllm.py", "vllm", variables={**PASSIVE, **VLLM}),
     "llamacpp": PeerKind("decode_llamacpp.py", "llamacpp", variables=PASSIVE),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -37,6 +37,11 @@ class Shape:
             return [[self.new_tokens] * self.samples for _ in range(self.prompts)]
         flat = np.random.default_rng(seed).permutation(long_tailed(self.sequences, self.median, self.new_tokens))
         return [row.tolist() for row in flat.reshape(self.prompts, self.samples)]
+
+
+def brief(shape: Shape) -> Shape:
+    """As many sequences, a few tokens each."""
+    return replace(shape, new_tokens=min(shape.new_tokens, 8), median=None)
 
 
 def long_tailed(count: int, median: int, most: int, sigma: float = 0.9) -> list[int]:
