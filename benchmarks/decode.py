@@ -8,10 +8,10 @@ long-tailed (median 40, at most 256). End-of-sequence ids are ignored: each peer
 stops it there if it can.
 
 Every peer is loaded once, in a process and an environment of its own (`.venvs/`, made on first use; see
-peers/environments.py), warmed up on every shape (those that compile on the whole of it), and then takes its turn in every round. Who is not at work is stopped
-(SIGSTOP), so it cannot spin. Medians over the rounds count, ratios are those of medians in the same run. Greedy
-completions are compared with lockstep's: peers that were given other weights would show. The limit is what the
-machine's measured bandwidth and multiply rate allow (`decode_work.machine_limit`).
+peers/environments.py), warmed up on every shape (on the whole of it where it compiles), and then takes its turn in
+every round. Who is not at work is stopped (SIGSTOP), so it cannot spin. Medians over the rounds count, ratios are those
+of medians in the same run. Greedy completions are compared with lockstep's: peers that were given other weights would
+show. The limit is what the machine's measured bandwidth and multiply rate allow (`decode_work.machine_limit`).
 
 All peers stay in memory. Most of a round goes to static batches of the RL shape, where every row runs to the longest
 sample's end; the result is written after every round.

@@ -23,8 +23,8 @@ HERE = Path(__file__).resolve().parent / "peers"
 @dataclass(frozen=True)
 class PeerKind:
     """script: of peers/; environment: of peers/environments.py, "" for the one that runs this; option: see the script;
-    variables: environment variables that make the peer fast or let it run at all. compiles: whether a shape's first time
-    costs more than its later ones, so that it has to be run whole once before it counts."""
+    variables: environment variables that make the peer fast or let it run at all. compiles: whether a shape's first
+    time costs more than its later ones, so that it has to be run whole once before it counts."""
 
     script: str
     environment: str

@@ -261,8 +261,8 @@ def test_the_record_is_the_trainers_with_everything_on(spec: str, dtype: str, sw
     assert min(stats.preemptions, stats.cached_tokens, stats.accepted) > 0 and (stats.swaps > 0) == (swap == "always")
 
 
-ROLLOUT_MESHES: list[Axes] = [(), (("data", 2),), (("fsdp", 2), ("tensor", 2))]
-TRAINER_MESHES: list[Axes] = [(), (("fsdp", 2),), (("data", 2), ("fsdp", 2)), (("tensor", 4),)]
+ROLLOUT_MESHES: list[Axes] = [(), (("data", 2),), (("data", 4),), (("fsdp", 2), ("tensor", 2))]
+TRAINER_MESHES: list[Axes] = [(), (("fsdp", 2),), (("fsdp", 4),), (("data", 2), ("fsdp", 2)), (("tensor", 4),)]
 SHORT = [(1, 2, 3, 1.0), (9, 3, 4, 1.0), (12, 2, 5, 1.0), (3, 1, 2, 1.0), (7, 2, 5, 1.0)]
 
 
