@@ -50,10 +50,16 @@ def tiled(block: Callable[..., Any], tile_rows: int, live: jax.Array, shared: An
     return jax.tree.map(lambda y: y.reshape((num_rows, *y.shape[2:])), out)
 
 
+MIN_ROWS = 8  # of fewer rows XLA:CPU sums each in another order
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
     """Root-mean-square norm over the last dim, computed in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
+    squares, n = y * y, x.shape[0]
+    if n < MIN_ROWS:
+        squares = fence(jnp.concatenate([squares, jnp.zeros((MIN_ROWS - n, *x.shape[1:]), jnp.float32)]))
+    y = y * jax.lax.rsqrt(jnp.mean(squares, -1, keepdims=True)[:n] + eps)
     if offset:
         # Gemma multiplies before rounding to the compute dtype; Llama and Qwen after.
         return (y * (offset + weight.astype(jnp.float32))).astype(x.dtype)

@@ -18,7 +18,7 @@ from lockstep.models.decoder import Rows
 if TYPE_CHECKING:
     from lockstep.cluster.programs import Programs
 
-HEIGHTS = (8, 16)  # with fewer rows than 8 XLA:CPU takes other kernels
+HEIGHTS = (2, 8, 16)  # XLA:CPU multiplies a single row by another kernel
 
 
 def comes_out_as_a_tile(programs: Programs, height: int, width: int) -> bool:

@@ -187,7 +187,13 @@ def _attention(
     tile = num.attention_rows if attention_tile is None else attention_tile
     if backward:
         attention = jax.checkpoint(attention)
-    return tiled(attention, tile, live, (cache, window), q, rows.read, rows.length), cache
+    # A short pass is filled up: fewer rows would be attended to by other kernels, and cost no less.
+    n, short = x.shape[0], max(0, num.attention_rows - x.shape[0])
+    work = (live, q, rows.read, rows.length)
+    if short:
+        work = tuple(jnp.concatenate([a, jnp.repeat(a[-1:], short, 0)]) for a in work)
+    live, *queries = work
+    return tiled(attention, tile, live, (cache, window), *queries)[:n], cache
 
 
 def _layer_in_parts(

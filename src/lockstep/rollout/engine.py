@@ -25,7 +25,6 @@ from lockstep.cluster.decoding import DecodeSteps
 from lockstep.cluster.devices import host_processor
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages
 from lockstep.cluster.quantised_weights import Int8Weights
-from lockstep.cluster.short_tiles import HEIGHTS
 from lockstep.errors import DataError, NumericsError, SyncError
 from lockstep.models.decoder import Numerics, Rows
 from lockstep.models.quantise import AS_COMPUTED, Storage
@@ -43,6 +42,8 @@ from lockstep.rollout.warm_up import WarmUp, warm_up
 from lockstep.rollout.work import Pass, Request
 from lockstep.rollout.work import Sequence as Sample
 from lockstep.types import Details, Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
+
+PASS_UNIT = 8  # rows by which the time of a pass may differ
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, index: int) -> int:
@@ -152,7 +153,7 @@ class Engine:
         self.swap_costs = SwapCosts(sum(a.nbytes // a.shape[0] for a in leaves))
         self._to_int8 = Int8Weights(programs) if storage.weights == "int8" else None
         pays = {"auto": self.swap_costs.pays, "always": lambda rows: True, "never": None}[swap]
-        unit = min(programs.num.tile_rows or HEIGHTS[0], HEIGHTS[0])  # rows by which the time of a pass may differ
+        unit = min(programs.num.tile_rows or PASS_UNIT, PASS_UNIT)
         self._shards = [
             Scheduler(
                 slots,
