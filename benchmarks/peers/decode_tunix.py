@@ -74,15 +74,16 @@ class Tunix:
         if size not in self.samplers:
             c = self.config
             cache = sampler.CacheConfig(size, c.num_layers, c.num_kv_heads, c.head_dim)
-            self.samplers = {size: sampler.Sampler(self.model, self.tokenizer, cache)}
+            # Kept, or the next job of this size would compile again, on its own time.
+            self.samplers[size] = sampler.Sampler(self.model, self.tokenizer, cache)
+        self.run = self.samplers[size]
         self.tokenizer.prompts = [p for p, _ in job.samples]
 
     def generate(self, job: Job) -> list[list[int]]:
         samples = job.samples
         longest = max(n for _, n in samples)
         how = {"temperature": job.temperature, "top_p": 1.0} if job.temperature else {}
-        (run,) = self.samplers.values()
-        out = run(
+        out = self.run(
             [str(i) for i in range(len(samples))], longest, max_prompt_length=len(samples[0][0]), seed=job.seed, **how
         )
         return [ids.tolist()[:n] for ids, (_, n) in zip(out.tokens, samples, strict=True)]
