@@ -189,7 +189,7 @@ def _attention(
         attention = jax.checkpoint(attention)
     # A short pass is filled up: fewer rows would be attended to by other kernels, and cost no less.
     n, short = x.shape[0], max(0, num.attention_rows - x.shape[0])
-    work = (live, q, rows.read, rows.length)
+    work: tuple[jax.Array, ...] = (live, q, rows.read, rows.length)
     if short:
         work = tuple(jnp.concatenate([a, jnp.repeat(a[-1:], short, 0)]) for a in work)
     live, *queries = work
