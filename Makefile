@@ -19,7 +19,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export LOCKSTEP_CACHE ?= $(CURDIR)/.cache/lockstep
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-short model test test-runs test-rest test-slow test-peers lint types check-format format clean
+.PHONY: help demo demo-short model test test-runs test-rest test-train test-slow test-peers lint types check-format format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -36,16 +36,21 @@ demo-short: model
 model: $(VENV)/.installed
 	$(BIN)/lockstep models fetch smollm2-135m
 
-# Two halves at the same time: a test keeps about one core busy. Each half has its own compiled programs.
-RUNS := tests/audit tests/rollout tests/test_exact.py tests/train
+# Two processes at a time: a test keeps about one core busy. Each has its own compiled programs.
+RUNS := tests/audit tests/rollout tests/test_exact.py
+TRAIN := tests/train
 test: lint types
-	@$(MAKE) --no-print-directory -j2 test-runs test-rest
+	@$(MAKE) --no-print-directory -j2 test-runs test-rest test-train
 
 test-runs: $(VENV)/.installed-test
 	$(BIN)/pytest -m "not slow" $(RUNS)
 
 test-rest: $(VENV)/.installed-test
-	JAX_COMPILATION_CACHE_DIR=$(JAX_COMPILATION_CACHE_DIR)/rest $(BIN)/pytest -m "not slow" $(RUNS:%=--ignore=%)
+	JAX_COMPILATION_CACHE_DIR=$(JAX_COMPILATION_CACHE_DIR)/rest $(BIN)/pytest -m "not slow" \
+		$(RUNS:%=--ignore=%) $(TRAIN:%=--ignore=%)
+
+test-train: $(VENV)/.installed-test
+	JAX_COMPILATION_CACHE_DIR=$(JAX_COMPILATION_CACHE_DIR)/train $(BIN)/pytest -m "not slow" $(TRAIN)
 
 # make test-slow    the tests that take minutes
 test-slow: $(VENV)/.installed-test

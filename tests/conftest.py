@@ -2,8 +2,10 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 import tokenizers
 from hypothesis import settings
@@ -20,6 +22,18 @@ if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
 # An example that compiles takes longer than hypothesis allows by default; the suite bounds the number of examples.
 settings.register_profile("lockstep", deadline=None, print_blob=True)
 settings.load_profile("lockstep")
+
+MOST_MAPS = 40_000  # Linux allows a process 65,530 memory maps; beyond it a compiled program that is loaded crashes it
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_compiled_programs() -> Iterator[None]:
+    """Every compiled program takes several memory maps, and the whole suite compiles thousands of programs."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.is_file() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+
 
 TINY_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
