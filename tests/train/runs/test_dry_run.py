@@ -35,8 +35,8 @@ CASES = {
     "no KL": [APART, "--algorithm.measure_kl=false"],
     "bfloat16, pages given": [APART, "--model.dtype=bfloat16", "--rollout.num_pages=9"],
     "eight bits, in memory given": [
-        APART, "--numerics.mode=fast", "--rollout.kv_memory_mib=1", "--rollout.kv_dtype=fp8",
-        "--rollout.weights_dtype=int8",
+        "--cluster={actor = {fsdp = 4}, rollout = {data = 2}, reference = {fsdp = 2}}", "--numerics.mode=fast",
+        "--rollout.kv_memory_mib=1", "--rollout.kv_dtype=fp8", "--rollout.weights_dtype=int8",
     ],
     "untied head": [APART, "--model.name={untied}"],
     "untied head, everything trains": [APART, "--lora=none", "--model.name={untied}"],
