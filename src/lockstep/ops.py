@@ -27,7 +27,7 @@ def tiled(block: Callable[..., Any], tile_rows: int, live: jax.Array, shared: An
     """`block(shared, *rows)` evaluated on tiles of `tile_rows` rows.
 
     rows: arrays with equal leading dimension N, a multiple of tile_rows (the callers pad), or one short tile of fewer
-    rows (see `Programs.padded`). live [N] bool: the rows that are not padding; a tile without any is skipped and comes
+    rows (`Programs.rows_for`). live [N] bool: the rows that are not padding; a tile without any is skipped and comes
     back as zeros, so that padding to few shapes costs little. Returns what block returns, leading dimension N again.
     With tile_rows 0 the block sees all N rows at once.
     """

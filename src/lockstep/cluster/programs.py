@@ -29,7 +29,7 @@ from lockstep.cluster.sharding import gather, reduce_gradient, spec_for
 from lockstep.errors import ConfigError
 from lockstep.models import decoder, parts
 from lockstep.models.decoder import LayerConstants, Numerics, Pool, Rows, Weights
-from lockstep.models.quantise import Held, KVType, Quantised, blank
+from lockstep.models.quantise import KVType, Quantised, blank
 from lockstep.models.spec import Leaf, ModelSpec, require_decoder
 
 BACKWARD_ROWS = 128  # bounds the memory of attention and head in the backward pass, whose bits nobody compares
@@ -112,13 +112,7 @@ class Programs:
         total = parts.parts_of(self.spec, "attention", self.num.tensor_parts)
         own = total // self.tensor if total > 1 else 1
         shape = (self.row_shards * rows, self.spec.num_kv_heads // own, self.spec.head_dim)
-        sharding = NamedSharding(self.mesh, self.pool_spec)
-
-        def side() -> Held:
-            if kv == "compute":  # a scratch pool of every pass: nothing to compile
-                return jnp.zeros(shape, self.num.dtype, device=sharding)
-            return jax.jit(lambda: blank(shape, self.num.dtype, kv), out_shardings=sharding)()
-
+        side = functools.partial(blank, shape, self.num.dtype, kv, NamedSharding(self.mesh, self.pool_spec))
         return tuple((side(), side()) for _ in range(own))
 
     def new_pools(self, rows: int, kv: KVType = "compute") -> list[Pool]:

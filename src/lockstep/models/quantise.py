@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from lockstep.errors import ConfigError
 
@@ -86,11 +87,11 @@ def quantise(x: jax.Array, dtype: Any, axis: int) -> Quantised:
     return Quantised((jnp.rint(y) if dtype == DTYPES["int8"] else y).astype(dtype), scale)
 
 
-def blank(shape: tuple[int, ...], dtype: str, kv: KVType) -> Held:
-    """Zeros [rows, K, H]: one side of a layer's pool."""
+def blank(shape: tuple[int, ...], dtype: str, kv: KVType, place: Sharding | None = None) -> Held:
+    """Zeros [rows, K, H]: one side of a layer's pool. place: on which devices, if not on the default one."""
     if kv == "compute":
-        return jnp.zeros(shape, dtype)
-    return Quantised(jnp.zeros(shape, DTYPES[kv]), jnp.zeros(shape[:-1], SCALE_DTYPE))
+        return jnp.zeros(shape, dtype, device=place)
+    return Quantised(jnp.zeros(shape, DTYPES[kv], device=place), jnp.zeros(shape[:-1], SCALE_DTYPE, device=place))
 
 
 def put(side: Held, rows: jax.Array, new: jax.Array) -> Held:

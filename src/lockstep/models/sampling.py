@@ -124,14 +124,14 @@ def _block(
 ) -> Choice:
     changes = Changes(*c)
     logits = _logits(spec, w, x)
-    z = temperature_scaled(logits, temperature).T
-    kept = kept_logits(temperature_scaled(changed_logits(logits.T, changes).T, temperature).T, changes)
-    peak, log_sum, _ = log_normaliser(z.T)
-    kept_peak, kept_log_sum, chunks = log_normaliser(kept.T)
-    token = _draw(kept.T, kept_peak, chunks, temperature, uniform).astype(jnp.int32)
-    whole, drawn = (jnp.take_along_axis(a, token[:, None], 1)[:, 0] - p for a, p in ((z, peak), (kept, kept_peak)))
+    z = temperature_scaled(logits, temperature)
+    kept = kept_logits(temperature_scaled(changed_logits(logits.T, changes).T, temperature).T, changes).T
+    peak, log_sum, _ = log_normaliser(z)
+    kept_peak, kept_log_sum, chunks = log_normaliser(kept)
+    token = _draw(kept, kept_peak, chunks, temperature, uniform).astype(jnp.int32)
+    whole, drawn = (a[token, jnp.arange(len(token))] - p for a, p in ((z, peak), (kept, kept_peak)))
     ratio = jnp.where(temperature > 0, (whole - drawn) + (kept_log_sum - log_sum), 0.0)
-    values, ids = jax.lax.top_k(z, likeliest) if likeliest else (z[:, :0], jnp.zeros((z.shape[0], 0), jnp.int32))
+    values, ids = jax.lax.top_k(z.T, likeliest) if likeliest else (z.T[:, :0], jnp.zeros((len(token), 0), jnp.int32))
     return Choice(token, ratio, ids.astype(jnp.int32), values - (peak + log_sum)[:, None])
 
 

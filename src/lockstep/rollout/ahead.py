@@ -36,7 +36,8 @@ def steps_ahead(scheduler: Scheduler, work: Pass, most: int) -> int:
     steps = min(most, max(left)) if len(work) else most
     # A power of two, so that samples of like length end on the same steps.
     steps = 1 << (steps.bit_length() - 1)
-    while steps > 1 and _more_pages(scheduler, work, steps) > scheduler.memory.pages.num_available:
+    available = scheduler.memory.pages.num_available
+    while steps > 1 and sum(_missing(scheduler, row.samples[0], steps) for row in work) > available:
         steps //= 2
     return steps
 
@@ -45,10 +46,6 @@ def _missing(scheduler: Scheduler, seq: Sequence, steps: int) -> int:
     """Pages that a sequence lacks for the rows of so many steps, this one's included."""
     rows = min(len(seq.tokens) + steps - 1, seq.group.request.params.max_new_tokens - 1)
     return max(scheduler.memory.own_pages(seq.group.prompt_length, rows) - len(seq.own), 0)
-
-
-def _more_pages(scheduler: Scheduler, work: Pass, steps: int) -> int:
-    return sum(_missing(scheduler, row.samples[0], steps) for row in work)
 
 
 def hold(scheduler: Scheduler, work: Pass, steps: int) -> None:

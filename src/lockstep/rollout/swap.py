@@ -107,8 +107,11 @@ class PoolRows:
     def run_blank(self, pools: list[Pool], count: int) -> list[Pool]:
         """Compile both copies for `count` rows a device: the spare row out and back."""
         rows = np.full(self.programs.row_shards * count, self._trash, np.int32)
-        content = jax.tree.map(np.asarray, self._gather(pools, self.programs.put_rows(rows)))
-        return self._scatter(pools, *self.programs.put_rows((rows, content)))
+        return self._write(pools, rows, jax.tree.map(np.asarray, self._gather(pools, self.programs.put_rows(rows))))
+
+    def _write(self, pools: list[Pool], rows: np.ndarray, content: Any) -> list[Pool]:
+        """The pools (those passed in are consumed) with `content`, in the form of the pools, written to `rows`."""
+        return self._scatter(pools, self.programs.put_rows(rows), jax.device_put(content, self._content))
 
     def load(self, pools: list[Pool], swaps: Sequence[Sequence[Swap]], costs: SwapCosts) -> list[Pool]:
         """The pools (those passed in are consumed) with every swap's rows written; nothing is saved any more."""
@@ -119,8 +122,7 @@ class PoolRows:
         for swap, place in places:
             for into, saved in zip(content, swap.sequence.saved.leaves, strict=True):
                 into[place] = saved
-        put = jax.device_put(jax.tree.unflatten(shape, content), self._content)
-        pools = jax.block_until_ready(self._scatter(pools, self.programs.put_rows(rows), put))
+        pools = jax.block_until_ready(self._write(pools, rows, jax.tree.unflatten(shape, content)))
         for swap, _ in places:
             swap.sequence.saved = None
         costs.copied(sum(len(s.rows) for s, _ in places), time.perf_counter() - start, out=False)
