@@ -1,20 +1,26 @@
 """After a warm-up nothing is compiled any more, whatever the work; and it compiles what the sizes say, no more."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, padded_pages, padded_rows
 from lockstep.cluster.sharding import place
+from lockstep.models.decoder import Numerics
 from lockstep.models.lora import LoraSpec, adapter_table
 from lockstep.models.quantise import Storage
+from lockstep.models.spec import leaf_table
 from lockstep.rollout.draft_model import ModelDrafts
 from lockstep.rollout.drafts import Payoff, SeenDrafts
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.swap import PoolRows, SwapCosts
 from lockstep.rollout.warm_up import counted, needed, needed_by, sizes
+from lockstep.rollout.work import Swap
 from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams
 
 FINGERPRINT = Fingerprint("tokenizer", "template", "decoding", "numerics")
@@ -188,3 +194,16 @@ def test_every_padded_size_is_among_them(
 
 def test_sizes_double() -> None:
     assert sizes(32, 256) == [32, 64, 128, 256] and sizes(16, 16) == [16] and sizes(3, 24) == [3, 6, 12, 24]
+
+
+def test_swaps_of_a_cache_that_is_cut_over_heads_are_among_them(tiny_spec) -> None:
+    """What is copied back lies as the pool does, in the warm-up as in earnest."""
+    mesh = Dial.build({"rollout": {"tensor": 2}}).mesh("rollout")
+    programs = Programs(tiny_spec, Numerics("float32", 32, 16, tensor_parts=2), mesh, leaf_table(tiny_spec))
+    copies = PoolRows(programs, trash=64)
+    pools = copies.run_blank(programs.new_pools(65), 16)
+    costs, swap = SwapCosts(1), Swap(SimpleNamespace(saved=None), np.arange(9, dtype=np.int32))
+    with counted() as compiled:
+        copies.save(pools, [[swap]], costs)
+        copies.load(pools, [[swap]], costs)
+    assert compiled == []
