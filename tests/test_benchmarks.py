@@ -271,3 +271,26 @@ def test_sync_measures_every_way_and_its_own_bytes(tmp_path: Path) -> None:
     assert apart["bytes_moved"] == apart["bytes_planned"] == apart["bytes_crossing"] == apart["bytes_held"]
     assert result["summary"][0]["moving_over_device_put"] is None
     assert result["summary"][1]["verify_over_moving"] > 0 and "| tiny | apart | sync |" in done.stdout
+
+
+# ---------------------------------------------------------------- forms of products
+
+
+@pytest.mark.parametrize("words", [["--rows", "8,7"], ["--rows", "0"], ["--repeats", "0"]])
+def test_forms_refuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script("cpu_forms").main(words)
+    assert "--rows must be even numbers and --repeats at least 1" in capsys.readouterr().err
+
+
+def test_forms_compute_the_same_layer() -> None:
+    """Up to rounding, or their times would not be comparable."""
+    forms = script("cpu_forms")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, forms.WIDTH), np.float32)
+    outputs = {}
+    for name, (compiled, (w,), turned) in forms.forms([forms.layer_weights(rng)]).items():
+        y = np.asarray(compiled(w, x.T if turned else x))
+        outputs[name] = y.T if turned else y
+    for y in outputs.values():
+        np.testing.assert_allclose(y, outputs["rows"], atol=1e-4)
