@@ -194,7 +194,9 @@ def test_a_version_that_is_published_is_published_whoever_is_lost_afterwards():
         world.replicas[one].flip = lambda *a, i=install, t=lost: (i(*a), t.calls.update(active="raises", flip="raises"))
         receipt = world.sync.push(2, weights(2))
         assert receipt.policy == world.sync.published == world.replicas[one].serving
-        assert (on_failure == "evict" and not receipt.evicted) or "no flip" in receipt.evicted[two]
+        # Under evict all flip at once: the trouble comes before the second's flip, or while it is asked what it serves.
+        why = receipt.evicted.get(two, "")
+        assert "no flip" in why or (on_failure == "evict" and (not why or "no active" in why))
 
 
 def test_what_a_replica_holds_is_asked_once_per_push():
