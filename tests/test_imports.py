@@ -1,7 +1,7 @@
 """Imports go one way, and what answers fast imports nothing heavy.
 
     types, errors, files, text, ops; schema, sections, rollout_section, overrides, config, keydocs
-      <- models <- cluster <- sync, rollout, algorithms, envs
+      <- models <- cluster <- sync, rollout, algorithms, envs <- service
       <- audit, train, checkpoint, store, metrics, report, plan, progress, environment <- cli
 
 A module imports from lower layers and from its own package; the one sideways arrow between packages is
@@ -36,6 +36,7 @@ LAYERS = [
     {"models"},
     {"cluster"},
     {"sync", "rollout", "algorithms", "envs"},
+    {"service"},
     {"audit", "train", "checkpoint", "store", "metrics", "report", "plan", "progress", "environment"},
     {"cli"},
 ]
@@ -53,6 +54,8 @@ NO_JAX = (
     "cluster.roles",
     "cluster.cuts",
     "sync.planner",
+    "service.requests",
+    "service.protocol",
     "plan",
 )
 HEAVY = {"jax", "jaxlib", "optax", "orbax"}

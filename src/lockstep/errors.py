@@ -8,6 +8,7 @@
       RewardError         a reward function raised, returned NaN or the wrong number of values
       CapacityError       a request cannot ever fit: prompt over the limit, too few pages, too little memory
       QueueFullError      a request could run, but too many wait already; it can be submitted again later
+      ServiceError        the rollout service cannot take or finish a request: closing, no replica, its version is gone
       SyncError           weights could not be placed or verified; names the leaf, both shapes and both layouts
       MismatchError       the trainer's log-probabilities are not the sampler's record (exact mode)
       NumericsError       a log-probability, a gradient or updated weights are NaN or infinite
@@ -49,6 +50,10 @@ class CapacityError(LockstepError):
 
 class QueueFullError(LockstepError):
     """A request could run, but too many wait already: nothing was queued, it can be submitted again later."""
+
+
+class ServiceError(LockstepError):
+    """The rollout service cannot take or finish a request: it is closing, has no replica, or the version is gone."""
 
 
 class SyncError(LockstepError):
