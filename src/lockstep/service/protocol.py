@@ -1,0 +1,350 @@
+"""Who serves what, and which request goes where. Decisions only: no threads, no clocks, no arrays.
+
+Every method takes in one thing that happened, in any order that it can happen in, and returns what is to be done about
+it: `Send`, `Stop`, `End`. `docs/protocol.md` has the picture; the invariants are the design's I1 to I8, and the tests
+explore them exhaustively against a model that was written apart from this code.
+
+A replica: `active`, at most one `staged` (flips only when every shard of it is verified), and under `dual` at most one
+`older` version, until its last request ends. A request: waiting -> running -> ended, and back to waiting when its
+replica is lost or aborts it; it ends once. A group has one version as long as one of its requests is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lockstep.errors import DataError, QueueFullError, ServiceError, SyncError
+from lockstep.service.requests import Outcome, RolloutRequest, UpdatePolicy
+from lockstep.service.state import Effect, End, Pin, ReplicaState, RequestState, Send, Staged, Stop
+from lockstep.types import PolicyVersion
+
+MAX_SENDS = 4  # of one request: what takes down the replica that runs it must not take down all of them in turn
+
+
+class Protocol:
+    """The service's state. max_waiting: samples that may wait for a replica."""
+
+    def __init__(self, *, update: UpdatePolicy = "drain", max_waiting: int = 4096) -> None:
+        self.update, self.max_waiting = update, max_waiting
+        self.replicas: dict[str, ReplicaState] = {}
+        self.requests: dict[str, RequestState] = {}  # those that have not ended, in order of admission
+        self.pins: dict[str, Pin] = {}
+        self.paused: str | None = None
+        self.closing = False
+        self.redispatched = 0
+        self._order = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[RequestState]:
+        return [r for r in self.requests.values() if r.replica is None]
+
+    def admit(self, request: RolloutRequest) -> list[Effect]:
+        """Raises, with nothing admitted: ServiceError while closing; DataError for an id that is under way;
+        QueueFullError."""
+        if self.closing:
+            raise ServiceError(f"request {request.id!r}: the service is shutting down; send it to another one")
+        if request.id in self.requests:
+            raise DataError(f"request {request.id!r} is under way already; give each request its own id")
+        waiting = self.waiting
+        samples = sum(r.samples for r in waiting)
+        if waiting and samples + len(request.seeds) > self.max_waiting:
+            raise QueueFullError(
+                f"request {request.id!r}: {samples} samples wait for a replica, {len(request.seeds)} more exceed the "
+                f"bound of {self.max_waiting}; send it again when some have finished"
+            )
+        self.requests[request.id] = RequestState(request, self._order)
+        self._order += 1
+        self.pins.setdefault(request.pin, Pin()).open.add(request.id)
+        return self.dispatch()
+
+    def cancel(self, request_id: str, reason: str, outcome: Outcome = "aborted") -> list[Effect]:
+        """The client gave it up (aborted), or it waited too long (failed)."""
+        state = self.requests.get(request_id)
+        if state is None:
+            return []
+        if state.replica is None:
+            return [*self._end(state, outcome, reason), *self.dispatch()]
+        if state.stopping is not None:
+            return []
+        state.stopping = (outcome, reason)
+        return [] if state.again else [Stop(state.replica, request_id)]
+
+    def shown(self, replica: str, request_id: str) -> bool:
+        """Tokens came. Returns whether the client may see them; then its group's version is settled."""
+        state = self._at(replica, request_id)
+        if state is None or state.again:
+            return False
+        state.shown = self.pins[state.request.pin].settled = True
+        return True
+
+    def finished(self, replica: str, request_id: str) -> list[Effect]:
+        """All its samples came; also when it was being cancelled, for whatever reason: then that came too late."""
+        state = self._at(replica, request_id)
+        return [] if state is None else [*self._end(state, "finished", ""), *self.dispatch()]
+
+    def cancelled(self, replica: str, request_id: str) -> list[Effect]:
+        state = self._at(replica, request_id)
+        if state is None:
+            return []
+        if state.stopping is not None:
+            return [*self._end(state, *state.stopping), *self.dispatch()]
+        if not state.again:
+            return [*self._end(state, "aborted", f"replica {replica} cancelled it by itself"), *self.dispatch()]
+        self._back(state)
+        return self.dispatch()
+
+    def refused(self, replica: str, request_id: str, reason: str) -> list[Effect]:
+        """The engine could not carry it out. A cancellation still counts for what it asked."""
+        state = self._at(replica, request_id)
+        if state is None:
+            return []
+        return [*self._end(state, *(state.stopping or ("failed", reason))), *self.dispatch()]
+
+    def close(self) -> list[Effect]:
+        """Admit nothing any more."""
+        self.closing = True
+        return []
+
+    def pause(self, reason: str) -> None:
+        self.paused = reason
+
+    def resume(self) -> list[Effect]:
+        self.paused = None
+        return self.dispatch()
+
+    # -- replicas ------------------------------------------------------------------------------------------------------
+
+    def join(self, name: str, capacity: int, shards: int, active: PolicyVersion | None) -> list[Effect]:
+        """A replica is there, or there again, with nothing running. Raises ServiceError if one of its name is."""
+        known = self.replicas.get(name)
+        if known is not None and known.alive:
+            raise ServiceError(f"a replica called {name!r} is there already; names must differ")
+        self.replicas[name] = ReplicaState(name, capacity, shards, active)
+        return self.dispatch()
+
+    def lost(self, name: str, reason: str) -> list[Effect]:
+        """It answers nothing any more. What it ran runs again elsewhere, with the same seeds."""
+        replica = self.replicas[name]
+        if not replica.alive:
+            return []
+        replica.alive = False
+        replica.active = replica.staged = replica.flipping = replica.older = None
+        effects: list[Effect] = []
+        for state in [self.requests[i] for i in replica.running]:
+            if state.stopping is not None:
+                effects += self._end(state, *state.stopping)
+            elif state.sends >= MAX_SENDS:
+                effects += self._end(
+                    state, "failed", f"sent {state.sends} times, and every replica was lost: {name}: {reason}"
+                )
+            else:
+                self.redispatched += 1
+                self._back(state)
+        return [*effects, *self.dispatch()]
+
+    def stage(self, name: str, policy: PolicyVersion) -> None:
+        """Staging begins; what was staged before is void. Raises SyncError while the replica flips or is lost."""
+        replica = self._alive(name, policy)
+        if replica.flipping is not None:
+            raise SyncError(f"sync: {name} cannot stage {policy} while it flips to {replica.flipping}")
+        replica.staged = Staged(policy)
+
+    def verified(self, name: str, policy: PolicyVersion, shard: int) -> None:
+        """A shard of what is being staged is there and verified. A late or a repeated word changes nothing."""
+        replica = self.replicas[name]
+        if replica.alive and replica.staged is not None and replica.staged.policy == policy:
+            assert 0 <= shard < replica.shards, f"{name} has {replica.shards} shards, {shard} is none of them"
+            replica.staged.verified.add(shard)
+
+    def discard(self, name: str, number: int) -> list[Effect]:
+        """Drop what is staged for version `number`; a flip to it that still waits is given up."""
+        replica = self.replicas[name]
+        if replica.staged is None or replica.staged.policy.number != number:
+            return []
+        replica.staged = replica.flipping = None
+        return self.dispatch()
+
+    def flip(self, name: str, policy: PolicyVersion) -> list[Effect]:
+        """Prepare to serve what is staged. Raises SyncError unless every shard of exactly this version is verified."""
+        replica = self._alive(name, policy)
+        staged = replica.staged
+        if staged is None or staged.policy != policy or len(staged.verified) < replica.shards:
+            held = (
+                "nothing" if staged is None else f"{staged.policy}, {len(staged.verified)} of {replica.shards} shards"
+            )
+            raise SyncError(f"sync: {name} was told to serve {policy}, but has {held} staged and verified")
+        if replica.flipping is not None:
+            raise SyncError(f"sync: {name} flips to {replica.flipping} already")
+        replica.flipping, replica.update = policy, self.update
+        effects: list[Effect] = []
+        if replica.update == "abort":
+            for state in [self.requests[i] for i in replica.running]:
+                if state.stopping is None:
+                    state.again = True
+                    effects.append(Stop(name, state.request.id))
+        return effects
+
+    def may_install(self, name: str, policy: PolicyVersion) -> bool:
+        """Whether the flip that waits may be carried out now. Raises SyncError if it was given up meanwhile."""
+        replica = self.replicas[name]
+        if replica.flipping != policy:
+            why = "lost" if not replica.alive else "told to discard it"
+            raise SyncError(f"sync: the flip to {policy} was given up, {name} was {why}")
+        return replica.older is None if replica.update == "dual" else not replica.running
+
+    def waits_for(self, name: str) -> str:
+        """In words, what keeps a flip from being carried out."""
+        replica = self.replicas[name]
+        held = [i for i, v in replica.running.items() if replica.update != "dual" or v == replica.older]
+        return f"{name} has {len(held)} requests under way" + (f", the oldest {held[0]!r}" if held else "")
+
+    def installed(self, name: str, policy: PolicyVersion) -> list[Effect]:
+        """The replica serves it now."""
+        replica = self.replicas[name]
+        assert self.may_install(name, policy), f"{name} installed {policy} while {self.waits_for(name)}"
+        before = replica.active
+        replica.active, replica.staged, replica.flipping = policy, None, None
+        replica.older = before if replica.running and before != policy else None
+        return self.dispatch()
+
+    def not_installed(self, name: str, policy: PolicyVersion) -> list[Effect]:
+        """A flip was given up; the replica serves what it served."""
+        replica = self.replicas[name]
+        if replica.flipping == policy:
+            replica.flipping = None
+        return self.dispatch()
+
+    # -- which goes where ----------------------------------------------------------------------------------------------
+
+    def dispatch(self) -> list[Effect]:
+        """Send what waits, oldest first. A request that only lacks room keeps later ones from the replicas that it
+        could run on; one that waits for a version keeps nobody."""
+        effects: list[Effect] = []
+        kept: set[str] = set()
+        for state in self.waiting:
+            pin = self.pins[state.request.pin]
+            if pin.policy is not None and not self._served(pin.policy):
+                effects += self._end(
+                    state,
+                    "aborted" if self.update == "abort" else "failed",
+                    f"version {pin.policy}, which its group began under, is served no more",
+                )
+                continue
+            if self.paused is not None:
+                continue
+            able = [r for r in self.replicas.values() if self._may_run(r, state, pin)]
+            room = [r for r in able if r.name not in kept and self._has_room(r, state.samples)]
+            if not room:
+                kept |= {r.name for r in able}
+                continue
+            effects.append(self._send(state, pin, min(room, key=self.load)))
+        return effects
+
+    def load(self, replica: ReplicaState) -> int:
+        """Samples that it runs."""
+        return sum(self.requests[i].samples for i in replica.running)
+
+    def why_waiting(self, state: RequestState) -> str:
+        """In words, what a request waits for."""
+        request, pin = state.request, self.pins[state.request.pin]
+        if self.paused is not None:
+            return f"the service is paused ({self.paused})"
+        alive = [r for r in self.replicas.values() if r.alive]
+        if not alive:
+            return "no replica is alive"
+        if not any(self._may_run(r, state, pin) for r in alive):
+            serving = ", ".join(f"{r.name}: {r.active or 'nothing yet'}" for r in alive)
+            if pin.policy is not None:
+                return f"a replica that serves {pin.policy} and takes requests ({serving})"
+            if flips := [r for r in alive if r.flipping is not None]:
+                return f"{flips[0].name} to flip to {flips[0].flipping}; {self.waits_for(flips[0].name)}"
+            return f"a replica that serves version {request.min_version} or later ({serving})"
+        return f"room: {sum(map(self.load, alive))} samples are under way"
+
+    def _may_run(self, replica: ReplicaState, state: RequestState, pin: Pin) -> bool:
+        active = replica.active
+        if not replica.accepting or active is None or active.number < state.request.min_version:
+            return False
+        return pin.policy is None or active == pin.policy
+
+    def _has_room(self, replica: ReplicaState, samples: int) -> bool:
+        return not replica.running or self.load(replica) + samples <= replica.capacity
+
+    def _served(self, policy: PolicyVersion) -> bool:
+        return any(r.alive and r.active == policy for r in self.replicas.values())
+
+    def _send(self, state: RequestState, pin: Pin, replica: ReplicaState) -> Send:
+        assert replica.active is not None
+        state.replica, state.version, pin.policy = replica.name, replica.active, replica.active
+        state.sends += 1
+        replica.running[state.request.id] = replica.active
+        return Send(replica.name, state.request, replica.active)
+
+    def _at(self, replica: str, request_id: str) -> RequestState | None:
+        """The request, if it is this replica's to answer: a late answer of one that was given up is nobody's."""
+        state = self.requests.get(request_id)
+        return state if state is not None and state.replica == replica else None
+
+    def _leave(self, state: RequestState) -> None:
+        """It does not run any more."""
+        if state.replica is None:
+            return
+        replica = self.replicas[state.replica]
+        del replica.running[state.request.id]
+        if replica.older is not None and replica.older not in replica.running.values():
+            replica.older = None
+        state.replica = state.version = None
+
+    def _back(self, state: RequestState) -> None:
+        """It waits again. A group of which nothing is settled and nothing runs may begin anew, under any version."""
+        self._leave(state)
+        state.again = False
+        pin = self.pins[state.request.pin]
+        if not pin.settled and all(self.requests[i].replica is None for i in pin.open):
+            pin.policy = None
+
+    def _end(self, state: RequestState, outcome: Outcome, reason: str) -> list[Effect]:
+        request, pin = state.request, self.pins[state.request.pin]
+        if outcome == "finished":
+            pin.settled = True
+        self._leave(state)
+        del self.requests[request.id]
+        pin.open.remove(request.id)
+        if not pin.open:
+            del self.pins[request.pin]
+        elif not pin.settled and all(self.requests[i].replica is None for i in pin.open):
+            pin.policy = None
+        return [End(request.id, outcome, reason)]
+
+    def _alive(self, name: str, policy: PolicyVersion) -> ReplicaState:
+        replica = self.replicas[name]
+        if not replica.alive:
+            raise SyncError(f"sync: {name} is lost; it cannot take {policy}. Let it join again first")
+        return replica
+
+    # -- the invariants ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert what holds between any two events."""
+        for replica in self.replicas.values():
+            served = {replica.active, replica.older}
+            assert set(replica.running.values()) <= served, f"{replica.name} runs a version that it does not serve"
+            assert replica.older is None or replica.older in replica.running.values(), "an older version with no use"
+            assert replica.alive or not replica.running, f"{replica.name} is lost and runs something"
+            assert replica.flipping is None or (
+                replica.staged is not None
+                and replica.staged.policy == replica.flipping
+                and len(replica.staged.verified) == replica.shards
+            ), "I4: a flip needs every shard verified"
+        self._check_requests(self.requests.values())
+
+    def _check_requests(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            if state.replica is not None:
+                version = self.replicas[state.replica].running[state.request.id]
+                assert version == state.version == self.pins[state.request.pin].policy, "a group of two versions"
+                assert version.number >= state.request.min_version, "I6: older than asked for"
+            assert state.request.id in self.pins[state.request.pin].open
+        assert {i for pin in self.pins.values() for i in pin.open} == set(self.requests)

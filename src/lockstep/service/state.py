@@ -1,0 +1,92 @@
+"""What the protocol keeps of replicas, groups and requests, and what it asks to be done. Imports no jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lockstep.service.requests import Outcome, RolloutRequest, UpdatePolicy
+from lockstep.types import PolicyVersion
+
+
+@dataclass(frozen=True)
+class Send:
+    """Give the request to the replica."""
+
+    replica: str
+    request: RolloutRequest
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Cancel the request at the replica."""
+
+    replica: str
+    request_id: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Tell the client that this is the end."""
+
+    request_id: str
+    outcome: Outcome
+    reason: str = ""
+
+
+Effect = Send | Stop | End
+
+
+@dataclass
+class Staged:
+    policy: PolicyVersion
+    verified: set[int] = field(default_factory=set)
+
+
+@dataclass
+class ReplicaState:
+    """capacity: samples that it is given at a time. shards: how many parts of a version it verifies. flipping: the
+    version that a flip waits for or carries out, by `update`. running: ids of what it was sent and has not answered."""
+
+    name: str
+    capacity: int
+    shards: int
+    active: PolicyVersion | None = None
+    staged: Staged | None = None
+    flipping: PolicyVersion | None = None
+    update: UpdatePolicy = "drain"
+    older: PolicyVersion | None = None
+    alive: bool = True
+    running: dict[str, PolicyVersion] = field(default_factory=dict)
+
+    @property
+    def accepting(self) -> bool:
+        return self.alive and self.active is not None and (self.flipping is None or self.update == "dual")
+
+
+@dataclass
+class Pin:
+    """One group. settled: a sample of it has ended, or tokens were shown, under this version: it cannot change."""
+
+    policy: PolicyVersion | None = None
+    open: set[str] = field(default_factory=set)
+    settled: bool = False
+
+
+@dataclass
+class RequestState:
+    """replica, version: where it runs. shown: under which version the client was shown tokens. stopping: how it ends
+    once its cancellation is answered. again: it is cancelled in order to start anew."""
+
+    request: RolloutRequest
+    order: int
+    replica: str | None = None
+    version: PolicyVersion | None = None
+    shown: bool = False
+    stopping: tuple[Outcome, str] | None = None
+    again: bool = False
+    sends: int = 0
+
+    @property
+    def samples(self) -> int:
+        return len(self.request.seeds)
