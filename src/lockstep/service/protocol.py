@@ -40,9 +40,8 @@ class Protocol:
     def waiting(self) -> list[RequestState]:
         return [r for r in self.requests.values() if r.replica is None]
 
-    def admit(self, request: RolloutRequest) -> list[Effect]:
-        """Raises, with nothing admitted: ServiceError while closing; DataError for an id that is under way;
-        QueueFullError."""
+    def require_admissible(self, request: RolloutRequest) -> None:
+        """Raises ServiceError while closing; DataError for an id that is under way; QueueFullError."""
         if self.closing:
             raise ServiceError(f"request {request.id!r}: the service is shutting down; send it to another one")
         if request.id in self.requests:
@@ -54,6 +53,10 @@ class Protocol:
                 f"request {request.id!r}: {samples} samples wait for a replica, {len(request.seeds)} more exceed the "
                 f"bound of {self.max_waiting}; send it again when some have finished"
             )
+
+    def admit(self, request: RolloutRequest) -> list[Effect]:
+        """Raises as `require_admissible`, with nothing admitted."""
+        self.require_admissible(request)
         self.requests[request.id] = RequestState(request, self._order)
         self._order += 1
         self.pins.setdefault(request.pin, Pin()).open.add(request.id)
@@ -102,11 +105,6 @@ class Protocol:
             return []
         return [*self._end(state, *(state.stopping or ("failed", reason))), *self.dispatch()]
 
-    def close(self) -> list[Effect]:
-        """Admit nothing any more."""
-        self.closing = True
-        return []
-
     def pause(self, reason: str) -> None:
         self.paused = reason
 
@@ -131,6 +129,7 @@ class Protocol:
             return []
         replica.alive = False
         replica.active = replica.staged = replica.flipping = replica.older = None
+        replica.installing = False
         effects: list[Effect] = []
         for state in [self.requests[i] for i in replica.running]:
             if state.stopping is not None:
@@ -161,13 +160,14 @@ class Protocol:
     def discard(self, name: str, number: int) -> list[Effect]:
         """Drop what is staged for version `number`; a flip to it that still waits is given up."""
         replica = self.replicas[name]
-        if replica.staged is None or replica.staged.policy.number != number:
-            return []
+        if replica.staged is None or replica.staged.policy.number != number or replica.installing:
+            return []  # an install that is under way comes to its end first, and then nothing is staged any more
         replica.staged = replica.flipping = None
         return self.dispatch()
 
     def flip(self, name: str, policy: PolicyVersion) -> list[Effect]:
-        """Prepare to serve what is staged. Raises SyncError unless every shard of exactly this version is verified."""
+        """Prepare to serve what is staged; asked again while it waits, nothing changes. Raises SyncError unless every
+        shard of exactly this version is verified."""
         replica = self._alive(name, policy)
         staged = replica.staged
         if staged is None or staged.policy != policy or len(staged.verified) < replica.shards:
@@ -175,8 +175,8 @@ class Protocol:
                 "nothing" if staged is None else f"{staged.policy}, {len(staged.verified)} of {replica.shards} shards"
             )
             raise SyncError(f"sync: {name} was told to serve {policy}, but has {held} staged and verified")
-        if replica.flipping is not None:
-            raise SyncError(f"sync: {name} flips to {replica.flipping} already")
+        if replica.flipping is not None:  # to this very version: it is the one that is staged
+            return []
         replica.flipping, replica.update = policy, self.update
         effects: list[Effect] = []
         if replica.update == "abort":
@@ -185,6 +185,10 @@ class Protocol:
                     state.again = True
                     effects.append(Stop(name, state.request.id))
         return effects
+
+    def ready_for(self, policy: PolicyVersion) -> list[str]:
+        """The replicas that may be told to flip to this version."""
+        return [name for name, replica in self.replicas.items() if replica.ready_for(policy)]
 
     def may_install(self, name: str, policy: PolicyVersion) -> bool:
         """Whether the flip that waits may be carried out now. Raises SyncError if it was given up meanwhile."""
@@ -200,21 +204,42 @@ class Protocol:
         held = [i for i, v in replica.running.items() if replica.update != "dual" or v == replica.older]
         return f"{name} has {len(held)} requests under way" + (f", the oldest {held[0]!r}" if held else "")
 
-    def installed(self, name: str, policy: PolicyVersion) -> list[Effect]:
-        """The replica serves it now."""
+    def install(self, name: str, policy: PolicyVersion) -> None:
+        """The flip is being carried out: from now until its end nothing is sent there, so that nothing that was meant
+        for the version before can run under the one after."""
+        assert self.may_install(name, policy), f"{name} installs {policy} while {self.waits_for(name)}"
+        self.replicas[name].installing = True
+
+    def serves(self, name: str, active: PolicyVersion | None) -> list[Effect]:
+        """The replica says what it serves: when a flip came to its end, well or not, or when it was asked."""
         replica = self.replicas[name]
-        assert self.may_install(name, policy), f"{name} installed {policy} while {self.waits_for(name)}"
+        if not replica.alive:
+            return []
         before = replica.active
-        replica.active, replica.staged, replica.flipping = policy, None, None
-        replica.older = before if replica.running and before != policy else None
+        if active != before and not replica.installing and replica.out is None:
+            # It was never told to: what it runs may have been begun under either.
+            replica.out = f"it serves {active} without having been told to; {before} was known"
+        elif active is not None:
+            replica.out = None
+        if active is not None and replica.staged is not None and replica.staged.policy == active:
+            replica.staged = None
+        replica.active, replica.flipping, replica.installing = active, None, False
+        if replica.running and before != active:
+            replica.older = before
         return self.dispatch()
 
-    def not_installed(self, name: str, policy: PolicyVersion) -> list[Effect]:
-        """A flip was given up; the replica serves what it served."""
+    def give_up(self, name: str, policy: PolicyVersion) -> list[Effect]:
+        """A flip that had to wait too long is not carried out; the replica serves what it served."""
         replica = self.replicas[name]
-        if replica.flipping == policy:
+        if replica.flipping == policy and not replica.installing:
             replica.flipping = None
         return self.dispatch()
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Send nothing there until it has flipped again, or said what it serves: nobody knows, or it was left behind by
+        a publish. What runs there goes on."""
+        replica = self.replicas[name]
+        replica.out, replica.flipping, replica.installing = why, None, False
 
     # -- which goes where ----------------------------------------------------------------------------------------------
 
@@ -306,7 +331,7 @@ class Protocol:
             pin.policy = None
 
     def _end(self, state: RequestState, outcome: Outcome, reason: str) -> list[Effect]:
-        request, pin = state.request, self.pins[state.request.pin]
+        request, pin, version = state.request, self.pins[state.request.pin], state.version
         if outcome == "finished":
             pin.settled = True
         self._leave(state)
@@ -316,7 +341,7 @@ class Protocol:
             del self.pins[request.pin]
         elif not pin.settled and all(self.requests[i].replica is None for i in pin.open):
             pin.policy = None
-        return [End(request.id, outcome, reason)]
+        return [End(request.id, outcome, reason, version)]
 
     def _alive(self, name: str, policy: PolicyVersion) -> ReplicaState:
         replica = self.replicas[name]
@@ -333,11 +358,9 @@ class Protocol:
             assert set(replica.running.values()) <= served, f"{replica.name} runs a version that it does not serve"
             assert replica.older is None or replica.older in replica.running.values(), "an older version with no use"
             assert replica.alive or not replica.running, f"{replica.name} is lost and runs something"
-            assert replica.flipping is None or (
-                replica.staged is not None
-                and replica.staged.policy == replica.flipping
-                and len(replica.staged.verified) == replica.shards
-            ), "I4: a flip needs every shard verified"
+            assert replica.flipping is not None or not replica.installing
+            to = replica.flipping
+            assert to is None or replica.ready_for(to), "I4: a flip needs every shard verified"
         self._check_requests(self.requests.values())
 
     def _check_requests(self, states: Iterable[RequestState]) -> None:

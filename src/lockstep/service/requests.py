@@ -71,11 +71,12 @@ class Tokens:
 @dataclass(frozen=True)
 class Ended:
     """The end of a request. trajectories: one per sample where finished, what there is of them where aborted, else
-    none. reason: why it did not finish."""
+    none. reason: why it did not finish. policy: the version it ran under, if it ran."""
 
     outcome: Outcome
     trajectories: tuple[Trajectory, ...] = ()
     reason: str = ""
+    policy: PolicyVersion | None = None
 
 
 ClientEvent = Started | Tokens | Ended
@@ -219,6 +220,7 @@ class ServiceStatus:
 
     published: PolicyVersion | None
     paused: bool
+    closing: bool
     waiting: int
     running: int
     ended: dict[Outcome, int]

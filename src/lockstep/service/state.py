@@ -27,11 +27,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class End:
-    """Tell the client that this is the end."""
+    """Tell the client that this is the end. version: under which it ran until now, if it ran."""
 
     request_id: str
     outcome: Outcome
     reason: str = ""
+    version: PolicyVersion | None = None
 
 
 Effect = Send | Stop | End
@@ -46,7 +47,9 @@ class Staged:
 @dataclass
 class ReplicaState:
     """capacity: samples that it is given at a time. shards: how many parts of a version it verifies. flipping: the
-    version that a flip waits for or carries out, by `update`. running: ids of what it was sent and has not answered."""
+    version that a flip waits for or, when `installing`, carries out, by `update`. out: why it is given nothing, though
+    alive: nobody knows what it serves, or it was left behind by a publish. running: ids of what it was sent and has not
+    answered."""
 
     name: str
     capacity: int
@@ -54,14 +57,23 @@ class ReplicaState:
     active: PolicyVersion | None = None
     staged: Staged | None = None
     flipping: PolicyVersion | None = None
+    installing: bool = False
     update: UpdatePolicy = "drain"
+    out: str | None = None
     older: PolicyVersion | None = None
     alive: bool = True
     running: dict[str, PolicyVersion] = field(default_factory=dict)
 
+    def ready_for(self, policy: PolicyVersion) -> bool:
+        """Whether it may be told to flip to this version: every shard of it is verified."""
+        staged = self.staged
+        return self.alive and staged is not None and staged.policy == policy and len(staged.verified) == self.shards
+
     @property
     def accepting(self) -> bool:
-        return self.alive and self.active is not None and (self.flipping is None or self.update == "dual")
+        if not self.alive or self.active is None or self.out is not None or self.installing:
+            return False
+        return self.flipping is None or self.update == "dual"
 
 
 @dataclass

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import jax
 
@@ -100,8 +101,9 @@ class Sending:
         self._send(route, offer.plan, deadline)
         if not deadline.remaining():
             raise deadline.missed(self._role, f"replica {route.replica.name!r}", "send", self._version)
-        if isinstance(route.replica, LocalReplica):
-            return route.replica.stage(offer, deadline, _untouched(offer.plan, self._source))
+        if isinstance(route.transport, LocalTransport):  # to a `LocalReplica`, or to one that stands in front of it
+            local = cast(LocalReplica, route.replica)
+            return local.stage(offer, deadline, _untouched(offer.plan, self._source))
         return route.replica.stage(offer, deadline)
 
     def _send(self, route: Route, plan: SyncPlan, deadline: Deadline) -> None:
