@@ -173,10 +173,11 @@ class Publisher:
         *,
         stages: Mapping[str, Stage] | None = None,
         failed: Mapping[str, str] | None = None,
+        before_flip: Callable[[PolicyVersion], None] | None = None,
     ) -> Published:
         """Make every replica serve the offered version. offer: one for all, or one per replica where their plans differ
         (then of one and the same policy). stages: what to call instead of a replica's own `stage`. failed: those that
-        have failed on the way here, which are not asked any more.
+        have failed on the way here, which are not asked any more. before_flip: called between the two phases.
 
         All of it, tidying included, takes no longer than the deadline: of what is left, a part is kept for the flips
         and for finding out what became of them. Raises SyncError, naming replica and reason, with no replica flipped
@@ -202,6 +203,8 @@ class Publisher:
                 failed,
             )
             staged = time.perf_counter()
+            if before_flip is not None:
+                before_flip(policy)
             self._flip(reports, policy, failed, flipping, deadline)
         except BaseException:
             # Whatever happened (an interrupt, too), before the first flip nothing may stay half done.

@@ -11,16 +11,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from lockstep.errors import SyncError
 from lockstep.sync.channel import MAX_MESSAGE_BYTES, Channel, Listener, Message
 from lockstep.sync.ends import renumbered
-from lockstep.sync.plan import SyncPlan
+from lockstep.sync.plan import Placed, SyncPlan
+from lockstep.sync.publish import Replica
 from lockstep.sync.remote import PLANS_KEPT, RemoteTransport
-from lockstep.sync.replica import LocalReplica
 from lockstep.sync.transport import Deadline
 from lockstep.sync.wire import (
     offer_from_json,
@@ -36,23 +36,30 @@ _ANSWER_S = 30.0  # until an answer is taken off our hands
 _FOREVER_S = 10 * 365 * 86400.0  # between two requests a sampler waits for as long as it takes
 
 
+class Served(Replica, Protocol):
+    """A replica that says where its leaves are."""
+
+    def placed(self) -> dict[str, Placed]: ...
+
+
 class ReplicaServer:
     """Answers for one replica, from `start` (or `with`) to `close`. address: where it listens. last_failure: what the
     last request that failed was answered, None if none did; the trainer that asked may be dead."""
 
     def __init__(
         self,
-        replica: LocalReplica,
+        replica: Served,
         transport: RemoteTransport,
-        numbers: Mapping[int, jax.Device],
+        numbers: Mapping[int, jax.Device] | None,
         address: str,
         token: str,
         *,
         allow_remote: bool = False,
         max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """transport, numbers: those that the replica was given. allow_remote: as `Listener`."""
-        self._replica, self._transport, self._numbers = replica, transport, dict(numbers)
+        """transport, numbers: those that the replica was given; numbers None: what it says of places is in the plan's
+        numbers already. allow_remote: as `Listener`."""
+        self._replica, self._transport, self._numbers = replica, transport, numbers
         self.last_failure: str | None = None
         self._listener = Listener(address, token, here=replica.name, allow_remote=allow_remote, max_bytes=max_bytes)
         self.address = self._listener.address
@@ -141,7 +148,9 @@ class ReplicaServer:
         return {"active": policy_to_json(self._replica.active)}
 
     def _do_placed(self, channel: Channel, request: Message, deadline: Deadline) -> Message:
-        places = renumbered(self._replica.placed(), self._numbers)
+        places = self._replica.placed()
+        if self._numbers is not None:
+            places = renumbered(places, self._numbers)
         return {"placed": places_to_json(places), "transport": self._transport.name}
 
     def _do_plan(self, channel: Channel, request: Message, deadline: Deadline) -> Message:

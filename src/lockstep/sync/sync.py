@@ -136,12 +136,19 @@ class WeightSync:
         self._routes[name] = route
         self.publisher.admit(route.replica, keeps=not route.serves)
 
-    def push(self, version_number: int, trainable: Mapping[str, jax.Array]) -> SyncReceipt:
+    def push(
+        self,
+        version_number: int,
+        trainable: Mapping[str, jax.Array],
+        *,
+        before_flip: Callable[[PolicyVersion], None] | None = None,
+    ) -> SyncReceipt:
         """Make every replica serve `trainable` as `version_number`.
 
         version_number: one more than the last one published by this object (the first may be any); the last number
         again is accepted for the very same content, to repair a destination. trainable: the source's arrays, in any
-        layout; they must not be donated before this returns.
+        layout; they must not be donated before this returns. before_flip: called when every replica has staged and
+        verified the version; what it raises is raised, with nothing published.
 
         Raises SyncError, with nothing published and the object unusable until `reset`: names, shapes, dtypes or layouts
         that do not fit, version numbers out of order, leaves that cannot be placed, content that differs after placing,
@@ -153,12 +160,17 @@ class WeightSync:
                 f"The failure was: {self._failure}"
             )
         try:
-            return self._push(version_number, trainable)
+            return self._push(version_number, trainable, before_flip)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
 
-    def _push(self, number: int, trainable: Mapping[str, jax.Array]) -> SyncReceipt:
+    def _push(
+        self,
+        number: int,
+        trainable: Mapping[str, jax.Array],
+        before_flip: Callable[[PolicyVersion], None] | None,
+    ) -> SyncReceipt:
         clock, deadline = _Clock(), Deadline.after(self._deadline_s)
         self._check_number(number)
         source = self._select(trainable)
@@ -191,7 +203,9 @@ class WeightSync:
         }
         sending = Sending(routes, source, number, policy.digest, self._roles[0])
         try:
-            published = self.publisher.publish(offers, deadline, stages=sending.stages, failed=failed)
+            published = self.publisher.publish(
+                offers, deadline, stages=sending.stages, failed=failed, before_flip=before_flip
+            )
         except BaseException as error:
             for name, why in sending.release((), deadline).items():
                 error.add_note(f"the transport to {name} failed to release version {number}: {why}")

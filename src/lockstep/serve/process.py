@@ -1,0 +1,194 @@
+"""A worker in a process of its own, as the front sees it: commands out, events in, a sign of life every second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CapacityError, LockstepError, ServiceError, SyncError
+from lockstep.rollout.checks import check_request
+from lockstep.serve.spec import BIRTH, READY, Birth, Ready, ServeSpec
+from lockstep.service.codec import event_from_json, request_to_json, status_from_json
+from lockstep.service.requests import EngineStatus, Lost, RolloutRequest, WorkerEvent
+from lockstep.sync.channel import Channel, Listener, new_token
+from lockstep.sync.transport import Deadline
+
+START_S = 900.0  # a model may have to be fetched first
+SILENT_S = 60.0  # without a sign of life, after which a replica counts as lost
+STOP_S = 20.0  # to stop of its own accord
+NO_STATUS = EngineStatus((), 0, 0, (0, 0, 0, 0), 0, 0.0)
+
+
+class ProcessWorker:
+    """Implements `requests.Worker`. Made with `spawn`; use `ready` before it joins a service. sync_address, sync_token:
+    of its weight sync (a unix socket). pid: of the process."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: ServeSpec,
+        folder: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        say: Callable[[str], None] | None = None,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        """Start the process. folder: for its sockets, ours alone. environment: beside this process's. say: told what
+        takes long there."""
+        self.name, self._say, self._silent_s = name, say or (lambda line: None), silent_s
+        token = new_token()
+        self.sync_token = new_token()
+        self._listener = Listener(f"unix:{folder / f'{name}.front'}", token, here="the front")
+        self.sync_address = f"unix:{folder / f'{name}.sync'}"
+        birth = Birth(name, spec, self._listener.address, token, self.sync_address, self.sync_token)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.serve.replica_main"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # it died at once: `ready` says so
+            pipe.write(BIRTH.dump_json(birth))
+        self.pid = self._process.pid
+        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._status = NO_STATUS
+        self._on_event: Callable[[WorkerEvent], None] | None = None
+        self._closing = False
+        self.limits: Ready | None = None
+
+    def ready(self, seconds: float = START_S) -> Ready:
+        """Wait until it can take weights. Raises ServiceError, with the process gone, if it cannot."""
+        deadline = Deadline.after(seconds)
+        try:
+            self._events, self._commands = self._meet(deadline)
+            while True:
+                message = self._events.receive("to be ready", -1, deadline)
+                for event in message.get("events", [message]):
+                    if event.get("kind") == "Broken":
+                        raise ServiceError(f"replica {self.name} cannot be set up: {event.get('reason')}")
+                    if event.get("kind") == "Said":
+                        self._say(f"{self.name}: {event.get('line')}")
+                    if event.get("kind") == "Ready":
+                        self.limits = READY.validate_python(event["ready"])
+                        self.capacity = self.limits.capacity
+                        return self.limits
+        except SyncError as error:
+            self.kill()
+            raise ServiceError(f"replica {self.name} did not come up ({self._ended()}): {error}") from error
+        except BaseException:
+            self.kill()
+            raise
+
+    def _meet(self, deadline: Deadline) -> tuple[Channel, Channel]:
+        """Its two connections, events first, once both are there."""
+        found: list[Channel] = []
+        failed: list[SyncError] = []
+
+        def accept() -> None:
+            try:
+                while len(found) < 2 and (sock := self._listener.accept()) is not None:
+                    found.append(self._listener.authenticate(sock))
+            except SyncError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        while thread.is_alive() and deadline.remaining() and self._process.poll() is None:
+            thread.join(0.05)
+        self._listener.close()
+        thread.join(5)
+        if len(found) < 2:
+            why = failed[0] if failed else self._ended()
+            raise ServiceError(f"replica {self.name} did not connect: {why}; its messages are above")
+        found.sort(key=lambda channel: channel.there.endswith("commands"))
+        return found[0], found[1]
+
+    # -- Worker --------------------------------------------------------------------------------------------------------
+
+    def start(self, on_event: Callable[[WorkerEvent], None]) -> None:
+        self._on_event = on_event
+        threading.Thread(target=self._hear, name=f"{self.name} events", daemon=True).start()
+        threading.Thread(target=self._command, name=f"{self.name} commands", daemon=True).start()
+
+    def check(self, request: RolloutRequest) -> None:
+        limits = self.limits
+        assert limits is not None
+        check_request(request.prompt, request.seeds, request.params, limits.vocab_size, limits.max_positions, True)
+        tokens = len(request.prompt.ids) + request.params.max_new_tokens
+        if -(-tokens // limits.page_size) + 1 > limits.num_pages:
+            raise CapacityError(
+                f"prompt {request.id!r}: {tokens} tokens need more than the {limits.num_pages} cache pages of "
+                f"{limits.page_size} tokens that a replica has; shorten it, or serve with more --kv-memory-mib"
+            )
+
+    def submit(self, request: RolloutRequest) -> None:
+        self._outbox.put({"do": "submit", "request": request_to_json(request)})
+
+    def cancel(self, request_id: str) -> None:
+        self._outbox.put({"do": "cancel", "request_id": request_id})
+
+    def status(self) -> EngineStatus:
+        return self._status
+
+    def close(self) -> None:
+        """Ask it to stop; after some seconds, make it. What it answers on the way is still heard."""
+        self._closing = True
+        self._outbox.put({"do": "stop"})
+        self._outbox.put(None)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """At once."""
+        self._listener.close()
+        self._process.kill()
+        self._process.wait()
+
+    # -- both directions -----------------------------------------------------------------------------------------------
+
+    def _command(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._commands.send(message, Deadline.after(self._silent_s))
+            except SyncError as error:
+                self._lost(f"it takes no commands: {error}")
+                return
+
+    def _hear(self) -> None:
+        assert self._on_event is not None
+        try:
+            while True:
+                message = self._events.receive("a sign of life", -1, Deadline.after(self._silent_s))
+                self._status = status_from_json(message["status"])
+                for event in message["events"]:
+                    if event["kind"] == "Said":
+                        self._say(f"{self.name}: {event['line']}")
+                    else:
+                        self._on_event(event_from_json(event))
+        except LockstepError as error:
+            self._lost(str(error))
+
+    def _lost(self, why: str) -> None:
+        """It is gone, or as good as gone: a process that is not heard must not go on by itself."""
+        if not self._closing:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.2)  # to tell how it ended
+            ended = self._ended()
+            self.kill()
+            assert self._on_event is not None
+            self._on_event(Lost(f"{ended}; {why}"))
+
+    def _ended(self) -> str:
+        code = self._process.poll()
+        if code is None:
+            return "it is running"
+        return f"killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"

@@ -1,0 +1,195 @@
+"""The whole of `lockstep serve` but its HTTP: replicas in processes of their own, started again when they are lost.
+
+    with Server(ServeSpec(model="smollm2-135m"), replicas=2) as server:
+        server.service.submit(request, print)
+
+This process decides and passes on; it keeps the weights to begin with in host memory, and computes nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from lockstep.errors import LockstepError
+from lockstep.serve.process import ProcessWorker
+from lockstep.serve.relay import RelayedReplica, RelayTransport
+from lockstep.serve.role import Served, load_served
+from lockstep.serve.spec import ServeSpec
+from lockstep.serve.versions import Versions
+from lockstep.service.controls import Source
+from lockstep.service.requests import Outcome, UpdatePolicy
+from lockstep.service.service import Ledger, RolloutService
+from lockstep.sync.channel import new_token
+from lockstep.sync.remote import RemoteReplica
+from lockstep.sync.replica_server import ReplicaServer
+from lockstep.sync.route import Route
+from lockstep.sync.shared_memory import SharedMemoryTransport
+from lockstep.types import PolicyVersion
+
+RESTARTS = 5  # of one replica in a row, without it having served for a while; then it stays away
+SERVED_S = 60.0  # that while
+FIRST_PAUSE_S = 0.5  # before a second restart; doubles
+
+
+@dataclass
+class _Replica:
+    """One replica through its lives. route: of the front's own versions; server: where a trainer's sync talks to."""
+
+    worker: ProcessWorker
+    relayed: RelayedReplica
+    route: Route
+    server: ReplicaServer
+    restarts: int = 0
+
+
+class Server:
+    """Implements `controls.Controls`; `service` implements `requests.Rollouts`.
+
+    replicas: how many. weights_dir: where `stage` may read versions from. sync_token: the secret of trainers that sync
+    by themselves (default: a new one, which nobody knows). sync_host: where their connections are taken. environments:
+    per replica, beside this process's environment (which devices it may use). say: told what takes long, and what is
+    lost.
+    """
+
+    def __init__(
+        self,
+        spec: ServeSpec,
+        *,
+        replicas: int = 1,
+        update: UpdatePolicy = "drain",
+        max_waiting: int = 4096,
+        ledger: Ledger | None = None,
+        weights_dir: Path | None = None,
+        sync_token: str = "",
+        sync_host: str = "127.0.0.1",
+        environments: Callable[[int], Mapping[str, str]] = lambda number: {},
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.spec, self._say = spec, say or (lambda line: None)
+        self._sync_token, self._sync_host = sync_token or new_token(), sync_host
+        self._environments = environments
+        self.served: Served = load_served(spec, self._say)
+        self.service = RolloutService(update=update, max_waiting=max_waiting, ledger=ledger)
+        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-serve-"))
+        self._replicas: dict[str, _Replica] = {}
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self.versions = Versions(self.served, self.service, self._routes, weights_dir)
+        try:
+            names = [f"rollout-{number}" for number in range(replicas)]
+            with ThreadPoolExecutor(replicas) as pool:
+                for made in [pool.submit(self._bring_up, name) for name in names]:
+                    made.result()
+            self.policy: PolicyVersion = self.versions.publish_first()
+        except BaseException:
+            self.close(0.0)
+            raise
+        self.service.on_lost(self._lost)
+
+    def _routes(self) -> list[Route]:
+        status = self.service.status()
+        alive = {r.name for r in status.replicas if r.alive}
+        return [one.route for name, one in self._replicas.items() if name in alive]
+
+    # -- replicas ----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, name: str) -> ProcessWorker:
+        worker = ProcessWorker(
+            name, self.spec, self._folder, environment=self._environments(int(name.rpartition("-")[2])), say=self._say
+        )
+        worker.ready()
+        return worker
+
+    def _bring_up(self, name: str) -> None:
+        """Start a replica for the first time."""
+        worker = self._spawn(name)
+        transport = RelayTransport(SharedMemoryTransport(f"front_{name.replace('-', '_')}"))
+        remote = RemoteReplica(name, worker.sync_address, worker.sync_token, transport, source="the front")
+        relayed = RelayedReplica(remote, self.service)
+        server = ReplicaServer(relayed, transport, None, f"{self._sync_host}:0", self._sync_token).start()
+        self._replicas[name] = _Replica(worker, relayed, self._route(relayed), server)
+        self._join(self._replicas[name])
+
+    def _route(self, relayed: RelayedReplica) -> Route:
+        return replace(relayed.inner.route(), replica=relayed)
+
+    def _join(self, one: _Replica) -> None:
+        assert one.worker.limits is not None
+        self.service.join(one.worker, shards=one.worker.limits.shards, address=one.server.address)
+
+    def _lost(self, name: str, reason: str) -> None:
+        """Start it again, and bring it to what is served. In a thread of its own."""
+        one = self._replicas[name]
+        pauses = deque(FIRST_PAUSE_S * 2**i for i in range(one.restarts, RESTARTS))
+        while pauses and not self._closing.is_set():
+            self._say(f"{name} is lost ({reason}); starting it again")
+            one.restarts += 1
+            if one.restarts > 1 and self._closing.wait(pauses.popleft()):
+                return
+            try:
+                one.worker = self._spawn(name)
+                old = one.relayed.inner
+                one.relayed.inner = RemoteReplica(
+                    name, one.worker.sync_address, one.worker.sync_token, old.transport, source="the front"
+                )
+                old.close()
+                one.route = self._route(one.relayed)
+                self._join(one)
+                policy = self.versions.catch_up(one.route)
+            except LockstepError as error:
+                reason = str(error)
+                continue
+            self._say(
+                f"{name} is back" + (f", serving {policy}" if policy else "; the trainer's next version comes to it")
+            )
+            settled = threading.Timer(SERVED_S, self._settled, (one, one.worker))
+            settled.daemon = True
+            settled.start()
+            return
+        if not self._closing.is_set():
+            self._say(f"{name} was lost {one.restarts} times in a row and is not started again: {reason}")
+
+    def _settled(self, one: _Replica, worker: ProcessWorker) -> None:
+        if one.worker is worker:
+            one.restarts = 0
+
+    # -- Controls ----------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        self.service.pause()
+
+    def resume(self) -> None:
+        self.service.resume()
+
+    def stage(self, source: Source, number: int) -> dict[str, Any]:
+        return self.versions.stage(source, number)
+
+    def commit(self, number: int, policy: UpdatePolicy | None = None) -> dict[str, Any]:
+        return self.versions.commit(number, policy)
+
+    def abort_version(self, number: int) -> dict[str, Any]:
+        return self.versions.abort_version(number)
+
+    def close(self, deadline_s: float) -> dict[Outcome, list[str]]:
+        """As `RolloutService.close`; the processes are gone when it returns."""
+        self._closing.set()
+        ends = self.service.close(deadline_s)
+        for one in self._replicas.values():
+            one.server.close()
+            one.worker.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return ends
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(0.0)
