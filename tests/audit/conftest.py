@@ -22,7 +22,8 @@ from lockstep.audit.check import Check
 from lockstep.audit.examine import examine
 from lockstep.audit.subject import Subject, in_small, remade
 from lockstep.config import Config, parse_config
-from lockstep.rollout.engine import Engine, decoding_digest
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.trajectories import decoding_digest
 from lockstep.sync.verify import leaf_digests
 from lockstep.train.assembly import Cluster, build, longest_sequence
 from lockstep.train.loop import Loop

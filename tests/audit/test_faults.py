@@ -74,7 +74,8 @@ def a_stale_tied_head(bench):
         def install(self, version, params):
             super().install(version, params)
             old = SplitWeights.of(self.first, self.programs.spec.num_layers).head
-            self._weights = replace(self._weights, head={**self._weights.head, "table": old["table"]})
+            lane = self._lanes.newest
+            lane.weights = replace(lane.weights, head={**lane.weights.head, "table": old["table"]})
 
     return bench.cluster(engine=Faulty)
 
@@ -112,7 +113,8 @@ def a_cache_that_outlives_its_version(bench):
         def install(self, version, params):
             if self.first is None:
                 super().install(version, params)
-            self._weights, self.version = SplitWeights.of(params, self.programs.spec.num_layers), version
+            lane = self._lanes.newest
+            lane.weights, lane.version = SplitWeights.of(params, self.programs.spec.num_layers), version
 
     return bench.cluster(engine=Faulty)
 
@@ -128,7 +130,7 @@ class Recorder(Engine):
         return [self.told(replace(t, fingerprint=self.as_asked(params)), params) for t in made]
 
     def as_asked(self, params: SamplingParams):
-        from lockstep.rollout.engine import decoding_digest
+        from lockstep.rollout.trajectories import decoding_digest
 
         return replace(self.fingerprint, decoding=decoding_digest(params))
 
@@ -419,7 +421,7 @@ class Courier:
             inner = self.sync.published
             receipt = self.sync.push(0 if inner is None else inner.number + 1, trainable)
             self.last = replace(receipt, version=number)
-            self.engine.version = self.last.policy
+            self.engine._lanes.newest.version = self.last.policy
         else:
             self.skipped(number, str(hash(tuple(content.values()))))
         self.content = content
@@ -454,7 +456,7 @@ def a_sync_that_remembers_what_it_sent(bench):
 
         def skipped(self, number, digest):
             super().skipped(number, self.last.digest)
-            self.engine.version = self.last.policy
+            self.engine._lanes.newest.version = self.last.policy
 
     return with_courier(bench, Faulty)
 

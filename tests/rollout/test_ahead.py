@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
 from lockstep.errors import NumericsError
 from lockstep.models.spec import leaf_table
@@ -142,7 +142,8 @@ def test_nothing_of_steps_that_are_not_finite_is_recorded(
     engine.step()
     before = [list(s.tokens) for s in engine._shards[0].running]
     host["layers.2.down"][0, 0] = np.nan
-    engine._weights = type(engine._weights).of(place(host, leaf_table(tiny_spec), programs.mesh), tiny_spec.num_layers)
+    broken = SplitWeights.of(place(host, leaf_table(tiny_spec), programs.mesh), tiny_spec.num_layers)
+    engine._lanes.newest.weights = broken
     with pytest.raises(NumericsError, match="not finite"):
         engine.step()
     assert [s.tokens for s in engine._shards[0].running] == before

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cluster.programs import padded_pages, padded_rows
-from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError, SyncError
+from lockstep.errors import CapacityError, ConfigError, DataError, NumericsError, ServiceError, SyncError
 from lockstep.models.decoder import Numerics
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.engine import Engine, decoding_digest, make_fingerprint, request_seed
@@ -167,15 +167,10 @@ def test_requests_go_to_the_device_with_least_to_do(make_engine) -> None:
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 
-def test_weights_change_only_between_samples(make_engine, tiny_params) -> None:
+def test_new_weights_are_for_what_is_submitted_after_them(make_engine, tiny_params) -> None:
+    """What is under way ends as it would have (more of that in `test_lanes`)."""
     engine = make_engine()
     old = complete(engine, 8, 4)
-    engine.submit(prompt(8), [1, 2], SamplingParams(1.0, 6, NO_STOPS))
-    engine.step()
-    with pytest.raises(SyncError, match=r"v5:five cannot be installed while 2 samples are under way on v4:four.*abort"):
-        engine.install(PolicyVersion(5, "five"), tiny_params(1, 8))
-    assert engine.version == PolicyVersion(4, "four")
-    engine.abort("p8")
     engine.install(PolicyVersion(5, "five"), tiny_params(1, 8))
     new = complete(engine, 8, 4)
     assert all(t.versions.tolist() == [5] * 6 for t in new)
@@ -213,9 +208,27 @@ def test_weights_that_are_not_finite_record_nothing(make_engine, tiny_params) ->
 
 def test_nothing_can_be_generated_before_weights_are_installed(tiny_programs) -> None:
     engine = Engine(tiny_programs(1), slots=32, max_positions=48, num_pages=24, fingerprint=FINGERPRINT)
-    engine.submit(prompt(), [1], SamplingParams(1.0, 3, NO_STOPS))
-    with pytest.raises(AssertionError, match="install weights"):
-        engine.step()
+    with pytest.raises(ServiceError, match="'p0': no policy is installed yet; install weights first"):
+        engine.submit(prompt(), [1], SamplingParams(1.0, 3, NO_STOPS))
+    assert engine.version is None and not engine.busy and engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"decode_steps": 0}, r"Engine\(decode_steps=0\): expected an integer >= 1"),
+        ({"slots": -1}, r"slots=-1\): expected an integer >= 1"),
+        ({"prefill_rows": 1.5}, r"prefill_rows=1.5\): expected an integer >= 1"),
+        ({"max_positions": True}, "max_positions=True"),
+        ({"num_pages": -1}, r"num_pages=-1\): expected an integer >= 0"),
+        ({"max_waiting": -1}, "max_waiting=-1"),
+        ({"draft_tokens": -1}, "draft_tokens=-1"),
+        ({"swap": "sometimes"}, r"swap='sometimes'\): expected 'auto', 'always' or 'never'"),
+    ],
+)
+def test_sizes_without_meaning_are_refused(make_engine, options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_engine(**options)
 
 
 # -- abort -------------------------------------------------------------------------------------------------------------

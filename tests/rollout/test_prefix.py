@@ -68,16 +68,17 @@ class CacheMachine(RuleBasedStateMachine):
         for identity, known in self.known.items():
             known &= {run for run in known if len(self.cache.match(identity, run, len(run))) == len(run) // SIZE}
 
-    @rule(keep=identities)
-    def retire(self, keep: str) -> None:
-        self.cache.retire(keep=keep)
-        for identity in self.known.keys() - {keep}:
-            self.known[identity] = set()
+    @rule(identity=identities)
+    def retire(self, identity: str) -> None:
+        self.cache.retire(identity)
+        self.known[identity] = set()
 
     @invariant()
     def the_books_balance(self) -> None:
         self.pool.check_integrity()
         assert self.cache.check_integrity() == sum(map(len, self.known.values()))
+        named = {i: {row // SIZE for row, (of, run) in self.content.items() if of == i} for i in self.known}
+        assert all(pages <= named[identity] for identity, pages in self.cache.pages().items())
 
 
 TestPrefixCache = CacheMachine.TestCase

@@ -190,9 +190,8 @@ def test_the_pool_holds_the_keys_and_values_in_eight_bits(fast, tiny_spec, kind)
 def test_the_weights_are_numpys_wherever_they_lie(fast, axes: dict[str, int]) -> None:
     programs = fast(**axes)
     engine = serve(programs, Storage(weights="int8"))
-    assert engine._weights is not None
     params, nbytes = weights(programs), 0
-    for i, layer in enumerate(engine._weights.layers):
+    for i, layer in enumerate(engine.weights.layers):
         matrices = layer_matrices({k: params[f"layers.{i}.{k}"] for k in layer})
         assert set(matrices) == {"q", "k", "v", "o", "gate", "up", "down"}
         for name, leaf in layer.items():
@@ -203,7 +202,7 @@ def test_the_weights_are_numpys_wherever_they_lie(fast, axes: dict[str, int]) ->
             np.testing.assert_array_equal(leaf.held, held)
             np.testing.assert_array_equal(leaf.scale, scale)
             nbytes += sum(a.addressable_shards[0].data.nbytes for a in leaf)
-    assert engine._weights.head["table"] is params["embed"] and engine._weights.embed is params["embed"]
+    assert engine.weights.head["table"] is params["embed"] and engine.weights.embed is params["embed"]
     assert nbytes == int8_bytes(programs.leaves, programs.mesh.shape)
 
 
@@ -227,9 +226,9 @@ def test_every_install_makes_the_copies_anew_and_frees_the_old_ones(fast) -> Non
     # One matrix alone is enough to see that nothing is believed to be there already.
     moved = {**weights(fast()), "layers.1.up": noise["layers.1.up"]}
     engine.install(PolicyVersion(7, "moved"), moved)
-    assert engine._weights is not None and bits(run(engine)) != wanted
+    assert bits(run(engine)) != wanted
     held, _ = by_hand(np.asarray(noise["layers.1.up"]), "int8", 0)
-    np.testing.assert_array_equal(engine._weights.layers[1]["up"].held, held)
+    np.testing.assert_array_equal(engine.weights.layers[1]["up"].held, held)
 
 
 def test_preempted_rows_come_back_in_eight_bits(fast) -> None:

@@ -30,8 +30,8 @@ def scheduler(load: int = 0, known: int = 0, *, slots: int = 32, waiting: int = 
     """With so many samples to do and so many positions of the ids 0, 1, 2 .. in its cache."""
     made = Scheduler(slots, 64, 4, 32, max_waiting=waiting)
     memory = made.memory
-    pages = memory._take(known // 4)
-    memory.cache.insert(memory.identity, range(known), memory._rows_of(pages, 0))
+    pages = memory._take(0, known // 4)
+    memory.cache.insert(0, range(known), memory._rows_of(pages, 0))
     memory.pages.release(pages)
     if load:
         made.submit(Request(prompt("load", [9]), tuple(range(load)), PARAMS))
@@ -63,7 +63,7 @@ def test_the_last_position_is_never_taken_from_the_cache_nor_any_that_is_scored(
     shard = scheduler(0, 16)
     scored = SamplingParams(1.0, 6, frozenset(), prompt_logprobs=True)
     asked = [(16, PARAMS), (17, PARAMS), (3, PARAMS), (17, scored)]
-    known = [shard.memory.known_positions(Request(prompt("a", list(range(n))), (1,), params)) for n, params in asked]
+    known = [shard.known_positions(Request(prompt("a", list(range(n))), (1,), params)) for n, params in asked]
     assert known == [12, 16, 0, 0]
 
 
@@ -87,7 +87,7 @@ def test_the_next_turn_goes_to_the_device_that_holds_its_beginning(make_engine) 
     done = engine.generate(first, {p.id: [1] for p in first}, PARAMS)
     for t in reversed(done):  # not in the order in which the devices would be asked
         turn = prompt(f"{t.group_id}/2", [*t.prompt_ids.tolist(), *t.completion_ids.tolist(), 3, 4, 5])
-        holder = [s.memory.known_positions(Request(turn, (1,), PARAMS)) for s in engine._shards].index(16)
+        holder = [s.known_positions(Request(turn, (1,), PARAMS)) for s in engine._shards].index(16)
         engine.submit(turn, [1], PARAMS)
         assert engine._shards[holder].holds(turn.id)
     while engine.busy:

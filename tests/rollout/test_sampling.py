@@ -41,7 +41,7 @@ def logits(engine: Engine, t: Trajectory) -> np.ndarray:
 
 
 def engine_params(engine: Engine) -> dict[str, Any]:
-    w = engine._weights
+    w = engine.weights
     assert isinstance(w, SplitWeights)
     layers = {f"layers.{i}.{k}": v for i, layer in enumerate(w.layers) for k, v in layer.items()}
     return {"embed": w.embed, "final_norm": w.head["final_norm"], **layers}
@@ -76,7 +76,7 @@ def test_the_record_is_of_the_distribution_drawn_from_and_of_the_trainers(engine
     geometry = Geometry(1, 1024, engine.programs.num.tile_rows, engine.programs.num.page_size)
     batches = make_micro_batches(done, np.zeros(len(done)), temperature, geometry)
     found: list[np.ndarray | None] = [None] * len(done)
-    for batch, flat in zip(batches, score(engine.programs, engine._weights, batches), strict=True):
+    for batch, flat in zip(batches, score(engine.programs, engine.weights, batches), strict=True):
         batch.scatter(flat, found)
     for t, recomputed in zip(done, found, strict=True):
         assert recomputed is not None and t.logprobs.tobytes() == recomputed.tobytes(), "bit for bit the trainer's"

@@ -1,8 +1,9 @@
 """The scheduler driven without a model, every pool row watched: what is written where, and by whom it is read.
 
-`Driver` plays the engine. What a key and a value depend on is the ids up to their position, so its pool is a table from
-row to exactly these ids: a row of a pass writes what it reads of the position before it, and its own token. Whatever is
-shared, cached, preempted, swapped or computed again, a row must find its own ids there.
+`Driver` plays the engine. What a key and a value depend on is the policy and the ids up to their position, so its pool
+is a table from row to the lane and exactly these ids: a row of a pass writes what it reads of the position before it,
+and its own token. Whatever is shared, cached, preempted, swapped or computed again, a row must find its own ids there,
+under its own lane.
 """
 
 import hashlib
@@ -15,14 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lockstep.cluster.programs import SplitWeights
 from lockstep.errors import CapacityError, QueueFullError
 from lockstep.rollout.drafts import Payoff
+from lockstep.rollout.lanes import Lanes
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.work import Drawn, Pass, Request, Sequence
-from lockstep.types import Prompt, SamplingParams
+from lockstep.types import PolicyVersion, Prompt, SamplingParams
 
 STOPS = frozenset({0, 3})
-Cell = tuple[int, ...]
+Cell = tuple[int, tuple[int, ...]]  # lane, ids up to the position
+NO_WEIGHTS = SplitWeights(None, (), {})
 
 
 def drawn_token(seed: int, index: int, vocabulary: int = 12) -> int:
@@ -52,11 +56,27 @@ class Driver:
     prompt_writes: Counter[Cell] = field(default_factory=Counter)
     passes: list[Pass] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
+    ran: list[int] = field(default_factory=list)  # lane of every pass
+
+    def __post_init__(self) -> None:
+        self.lanes = Lanes([self.scheduler])
+        self.install()
+
+    def install(self) -> None:
+        self.lanes.add(PolicyVersion(len(self.lanes), "same"), NO_WEIGHTS)
+
+    def plan(self) -> Pass:
+        self.scheduler.settle()
+        return self.scheduler.schedule(self.lanes.next().number)
 
     def one_pass(self) -> list[Sequence]:
         scheduler = self.scheduler
-        work = scheduler.schedule()
+        work = self.plan()
+        lane = self.lanes.ran
         assert work.rows, "busy, but nothing to run: the requests under way would wait for ever"
+        oldest = next(s for s in scheduler.running if s.group.lane == lane)
+        assert oldest.group.ready or any(r.kind == "prompt" for r in work), "the oldest of its lane got no row"
+        assert not oldest.group.ready or oldest.pending or any(oldest in r.samples for r in work)
         assert len(work) <= scheduler.max_rows
         assert scheduler.num_running <= scheduler.slots
         scheduler.check_integrity()
@@ -65,24 +85,28 @@ class Driver:
         for swap in work.load:
             self.pool |= dict(zip(swap.rows.tolist(), swap.sequence.saved, strict=True))
             swap.sequence.saved = None
-        self._write(work)
+        self._write(work, lane)
         drawn = []
         for row in work:
-            ids = tuple(self.pool[r] for r in row.read[: row.pos + 1].tolist())[-1]
-            assert [self.pool[r] for r in row.read[: row.pos + 1].tolist()] == [ids[: i + 1] for i in range(len(ids))]
+            read = [self.pool[r] for r in row.read[: row.pos + 1].tolist()]
+            ids = read[-1][1]
+            assert read == [(lane, ids[: i + 1]) for i in range(len(ids))], "another's keys and values would be read"
             assert len(ids) == row.pos + 1 and ids[-1] == row.token
             for s in row.samples:
+                assert s.group.lane == lane, "a sample would draw from another policy"
                 assert ids == (*s.ids, *row.drafts), "a sample would draw from another's state"
                 token = drawn_token(s.group.request.seeds[s.index], len(s.tokens) + len(row.drafts))
                 drawn.append(Drawn(s, token, -1.0, drafts=row.drafts))
         assert len({(id(d.sequence), d.drafts) for d in drawn}) == len(drawn), "a sample would draw twice in one pass"
         finished = scheduler.record(drawn)
+        self.lanes.retire()
         scheduler.check_integrity()
         self.passes.append(work)
+        self.ran.append(lane)
         self.finished += finished
         return finished
 
-    def _write(self, work: Pass) -> None:
+    def _write(self, work: Pass, lane: int) -> None:
         """Rows of lower positions first: a layer writes every row of a pass before any is read."""
         written: set[int] = set()
         for row in sorted(work, key=lambda r: r.pos):
@@ -92,8 +116,9 @@ class Driver:
             assert 0 <= row.write < self.scheduler.memory.pages.num_pages * self.scheduler.memory.page_size
             assert row.write == row.read[row.pos]
             written.add(row.write)
-            before = self.pool[int(row.read[row.pos - 1])] if row.pos else ()
-            self.pool[row.write] = (*before, row.token)
+            of, before = self.pool[int(row.read[row.pos - 1])] if row.pos else (lane, ())
+            assert of == lane
+            self.pool[row.write] = lane, (*before, row.token)
             if row.kind == "prompt":
                 self.prompt_writes[self.pool[row.write]] += 1
 
@@ -106,7 +131,7 @@ class Driver:
         free, cached, used, total = self.scheduler.check_integrity()
         assert used == 0 and free + cached == total == self.scheduler.memory.pages.num_pages
         assert not self.scheduler.busy and self.scheduler.load == 0 and self.scheduler.num_running == 0
-        self.scheduler.renew("another policy")
+        self.install()
         assert self.scheduler.check_integrity() == (total, 0, 0, total)
 
 
@@ -303,7 +328,7 @@ def test_a_pass_that_failed_can_be_tried_again() -> None:
     r = request(1, prompt_length=9, samples=2, new_tokens=3)
     driver.scheduler.submit(r)
     while driver.scheduler.busy:
-        lost = driver.scheduler.schedule()
+        lost = driver.plan()
         driver.one_pass()
         same = [(row.token, row.pos, row.write) for row in lost]
         assert same == [(row.token, row.pos, row.write) for row in driver.passes[-1]]
@@ -388,14 +413,64 @@ def test_a_new_identity_finds_nothing_of_the_old() -> None:
     driver = Driver(Scheduler(2, 40, 4, 16))
     answer(driver, plain(1, tuple(range(10))))
     assert driver.scheduler.check_integrity() == (36, 4, 0, 40)
-    driver.scheduler.renew("v2")
+    driver.install()
     assert driver.scheduler.check_integrity() == (40, 0, 0, 40)
-    driver.pool.clear()
     answer(driver, plain(2, tuple(range(10))))
     assert driver.scheduler.memory.cached_tokens == 0 and driver.prompt_writes.total() == 20
     driver.scheduler.submit(plain(3, (1,)))
-    with pytest.raises(AssertionError, match="never changes its policy"):
-        driver.scheduler.renew("v3")
+    with pytest.raises(AssertionError, match="samples of this policy are still under way"):
+        driver.scheduler.retire(driver.scheduler.lane)
+
+
+def test_lanes_take_turns_and_share_nothing_but_room() -> None:
+    """One prompt under three installs: computed three times, side by side, and each pass is of one."""
+    driver = Driver(Scheduler(8, 80, 4, 64))
+    requests = [plain(i, tuple(range(10)), new_tokens=5) for i in range(3)]
+    for r in requests:
+        driver.scheduler.submit(r)
+        driver.install()
+    assert len(driver.lanes) == 4
+    driver.run()
+    check_answers(requests, driver.finished)
+    assert driver.ran == [0, 1, 2] * 5 and driver.prompt_writes.total() == 30
+    assert driver.scheduler.take_counts()["cached_tokens"] == 0
+    assert [lane.pages for lane in driver.lanes.take_retired()] == [4, 4, 4] and len(driver.lanes) == 1
+    assert driver.scheduler.check_integrity() == (80, 0, 0, 80), "all three have ended, and with them what is cached"
+
+
+@pytest.mark.parametrize("swap", [None, lambda rows: True])
+def test_the_youngest_gives_way_whatever_its_policy(swap) -> None:
+    """Pages for all of the older lane's sample and half of the newer's; each ends under its own."""
+    scheduler = Scheduler(slots=4, num_pages=9, page_size=4, max_rows=8, swap_pays=swap)
+    driver = Driver(scheduler)
+    old, new = plain(1, tuple(range(5)), new_tokens=20), plain(2, tuple(range(5)), new_tokens=20)
+    scheduler.submit(old)
+    driver.install()
+    scheduler.submit(new)
+    driver.run()
+    check_answers([old, new], driver.finished)
+    assert [s.group.request for s in driver.finished] == [old, new] and scheduler.num_preemptions > 0
+    assert [s.group.lane for s in driver.finished] == [0, 1]
+    assert (scheduler.num_swaps > 0) == (swap is not None)
+    driver.check_all_free()
+
+
+def test_a_lane_is_retired_with_its_last_sample_finished_or_aborted() -> None:
+    driver = Driver(Scheduler(4, 40, 4, 16))
+    driver.scheduler.submit(plain(1, tuple(range(9)), new_tokens=2))
+    driver.scheduler.submit(plain(2, tuple(range(9)), new_tokens=9))
+    driver.one_pass()
+    driver.install()
+    driver.scheduler.submit(plain(3, tuple(range(9)), new_tokens=4))
+    while not driver.finished:
+        driver.one_pass()
+    assert len(driver.lanes) == 2 and not driver.lanes.take_retired()
+    driver.scheduler.abort("p2")
+    driver.lanes.retire()
+    assert len(driver.lanes) == 1 and [r.version.number for r in driver.lanes.take_retired()] == [0]
+    driver.run()
+    assert [s.group.lane for s in driver.finished] == [0, 1]
+    driver.check_all_free()
 
 
 def test_the_least_recently_used_pages_are_given_up_first() -> None:
@@ -482,7 +557,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(Scheduler(slots, pages, 3, slots + more, max_waiting=8, swap_pays=swap, **speculation))
         self.requests: dict[str, Request] = {}
         self.aborted: list[Sequence] = []
-        self.versions = 0
 
     @rule(
         alike=st.integers(0, 3),
@@ -520,7 +594,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def a_pass_fails(self) -> None:
         """Scheduled, copied out and in at most, never recorded."""
-        work = self.driver.scheduler.schedule()
+        work = self.driver.plan()
         for swap in work.save:
             swap.sequence.saved = [self.driver.pool[row] for row in swap.rows.tolist()]
 
@@ -533,26 +607,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         every = set(range(len(self.requests[name].seeds)))
         assert {s.index for s in cancelled} == every - before and not self.driver.scheduler.holds(name)
         self.aborted += cancelled
+        self.driver.lanes.retire()
 
     @precondition(lambda self: self.driver.scheduler.running)
     @rule()
     def preempt(self) -> None:
         scheduler = self.driver.scheduler
-        scheduler.schedule()  # forgets copies that the pass before wanted
+        self.driver.plan()  # forgets copies that the pass before wanted
         if scheduler.running:
             scheduler._preempt(scheduler.running[-1])
 
-    @precondition(lambda self: not self.driver.scheduler.busy)
     @rule()
     def new_version(self) -> None:
-        self.versions += 1
-        self.driver.scheduler.renew(self.versions)
-        self.driver.pool.clear()
+        self.driver.install()
 
     @invariant()
     def the_books_balance(self) -> None:
         if hasattr(self, "driver"):
             self.driver.scheduler.check_integrity()
+            under_way = {g.lane for g in self.driver.scheduler.groups.values()}
+            assert {*under_way, self.driver.lanes.newest.number} == self.driver.lanes._lanes.keys()
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

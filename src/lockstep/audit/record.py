@@ -181,11 +181,10 @@ def dtypes(subject: Subject) -> Finding:
 
 def sampler_holds(engine: Engine, storage: Storage, dtype: str) -> dict[str, tuple[str, str]]:
     """What -> (types of the arrays that the engine reads, the types that `storage` means)."""
-    assert engine._weights is not None, "nothing was installed"
     kv = dtype if storage.kv == "compute" else f"{SCALE_DTYPE}/{DTYPES[storage.kv]}"
     matrices = {
         "int8" if isinstance(leaf, Quantised) else "compute"
-        for layer in engine._weights.layers
+        for layer in engine.weights.layers
         for name, leaf in layer.items()
         if isinstance(leaf, Quantised) or name in layer_matrices({name: leaf})
     }

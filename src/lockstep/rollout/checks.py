@@ -6,9 +6,18 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from lockstep.errors import CapacityError, ConfigError, SyncError
+from lockstep.errors import CapacityError, ConfigError, NumericsError, SyncError
 from lockstep.models.spec import Leaf
 from lockstep.types import PolicyVersion, Prompt, SamplingParams
+
+
+def check_sizes(least: Mapping[str, tuple[int, int]], swap: str) -> None:
+    """ConfigError for an engine's options. least: name -> (given, the least that makes sense)."""
+    for name, (given, allowed) in least.items():
+        if isinstance(given, bool) or not isinstance(given, int) or given < allowed:
+            raise ConfigError(f"Engine({name}={given!r}): expected an integer >= {allowed}")
+    if swap not in ("auto", "always", "never"):
+        raise ConfigError(f"Engine(swap={swap!r}): expected 'auto', 'always' or 'never'")
 
 
 def check_request(
@@ -56,4 +65,13 @@ def check_leaves(params: Mapping[str, jax.Array], leaves: Mapping[str, Leaf], ve
         raise SyncError(
             f"{version} does not fit the engine ({len(wrong)} of {len(leaves)} leaves): {'; '.join(wrong[:5])}. "
             f"Nothing was installed; pass the base's and the adapter's leaves together, named as in the leaf table"
+        )
+
+
+def require_finite(finite: bool, version: PolicyVersion, dtype: str) -> None:
+    """NumericsError where a pass's log-probabilities are not `finite`."""
+    if not finite:
+        raise NumericsError(
+            f"policy {version}: the model's output is not finite; its weights hold NaN or infinity, or overflow in "
+            f"{dtype}. Nothing of this pass was recorded"
         )

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence as List
-from typing import Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.rollout.warm_up import WarmUp
-from lockstep.rollout.work import Sequence
+from lockstep.rollout.work import Row, Sequence
 from lockstep.types import SamplingParams
+
+if TYPE_CHECKING:
+    from lockstep.rollout.scheduler import Scheduler
 
 LONGEST, SHORTEST = 4, 2  # ids of context that are looked up
 PROMPTS = 1024  # whose completions are remembered
@@ -145,3 +149,26 @@ class Payoff:
             self._idle = 0
             return 1
         return found
+
+
+def draft_rows(scheduler: Scheduler, decoding: List[Sequence], rows: int) -> list[Row]:
+    """Rows for drafts of decoding sequences, as many as pay. They take no page that a running sequence may need, and
+    nothing after the place of the last token that may be drawn. rows: those that the pass has already."""
+    drafts, payoff, memory = scheduler.drafts, scheduler.payoff, scheduler.memory
+    assert drafts is not None and payoff is not None
+    each = payoff.best(len(decoding), rows, scheduler.max_rows - rows)
+    counts = [min(each, s.group.request.params.max_new_tokens - 1 - len(s.tokens)) for s in decoding]
+    if not any(counts):
+        return []
+    made: list[Row] = []
+    for seq, guesses in zip(decoding, drafts.propose(decoding, counts), strict=True):
+        pos = seq.group.prompt_length + len(seq.tokens)
+        for i, token in enumerate(guesses, 1):
+            if pos >= len(seq.rows):
+                if memory.pages.num_available <= scheduler.growth():
+                    break
+                memory.extend(seq)
+            made.append(Row(token, pos, int(seq.rows[pos]), seq.rows, (seq,), "draft", None, tuple(guesses[:i])))
+            pos += 1
+    # Every row of a sequence reads the rows as they are after the last page was added.
+    return [replace(r, read=r.samples[0].rows) for r in made]

@@ -8,13 +8,11 @@ one the trainer computes, bit for bit, whatever else was in the batch.
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -23,25 +21,27 @@ import numpy as np
 
 from lockstep.cluster.decoding import DecodeSteps
 from lockstep.cluster.devices import host_processor
-from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages
+from lockstep.cluster.programs import Programs, SplitWeights, padded_pages
 from lockstep.cluster.quantised_weights import Int8Weights
-from lockstep.errors import DataError, NumericsError, SyncError
+from lockstep.errors import DataError, ServiceError
 from lockstep.models.decoder import Numerics, Rows
 from lockstep.models.quantise import AS_COMPUTED, Storage
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout import ahead
-from lockstep.rollout.checks import check_leaves, check_request
+from lockstep.rollout.checks import check_leaves, check_request, check_sizes, require_finite
 from lockstep.rollout.drafts import Drafts, Payoff
+from lockstep.rollout.lanes import Lane, Lanes, RetiredLane
 from lockstep.rollout.pool_size import enough_pages
 from lockstep.rollout.routing import best_device
-from lockstep.rollout.sampler import Sampler, Want
+from lockstep.rollout.sampler import Sampler, Want, lay_out_rows
 from lockstep.rollout.scheduler import MAX_WAITING, Scheduler
 from lockstep.rollout.stops import Decode
 from lockstep.rollout.swap import PoolRows, SwapCosts
+from lockstep.rollout.trajectories import decoding_digest, json_digest, make_trajectory
 from lockstep.rollout.warm_up import WarmUp, warm_up
-from lockstep.rollout.work import Pass, Request
+from lockstep.rollout.work import OpenSample, Pass, Request
 from lockstep.rollout.work import Sequence as Sample
-from lockstep.types import Details, Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
+from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
 
 PASS_UNIT = 8  # rows by which the time of a pass may differ
 
@@ -71,23 +71,6 @@ def make_fingerprint(
     )
 
 
-def decoding_digest(sampling: SamplingParams) -> str:
-    """Digest of everything that decides which distribution a token is drawn from, and where a completion ends."""
-    base = {"temperature", "stop_ids", "max_new_tokens"}
-    decoding: list[object] = [sampling.temperature, sorted(sampling.stop_ids), sampling.max_new_tokens]
-    changed = {
-        f.name: sorted(value) if isinstance(value := getattr(sampling, f.name), frozenset) else value
-        for f in fields(sampling)
-        if f.name not in base and getattr(sampling, f.name) != f.default
-    }
-    return json_digest([*decoding, changed] if changed else decoding)
-
-
-def json_digest(value: object) -> str:
-    """Digest (32 hex digits) of a JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
 @dataclass
 class EngineStats:
     """Totals since the engine was made. rows counts real rows, padded_rows those the passes were padded to;
@@ -107,7 +90,7 @@ class EngineStats:
 
 
 class Engine:
-    """One policy snapshot, sampled from.
+    """Policies, sampled from: each request under the one that was installed last when it was submitted (`lanes`).
 
     programs: the rollout role's compiled functions. slots: sequences decoded together on each device, or on each group
     of devices along `tensor`, which count as one here and below (exact mode computes whole tiles, so a multiple of the
@@ -139,6 +122,9 @@ class Engine:
         storage: Storage = AS_COMPUTED,
         fingerprint: Fingerprint,
     ) -> None:
+        least = {"slots": (slots, 1), "max_positions": (max_positions, 1), "num_pages": (num_pages, 0)}
+        least |= {"prefill_rows": (prefill_rows, 1), "max_waiting": (max_waiting, 0), "draft_tokens": (draft_tokens, 0)}
+        check_sizes(least | {"decode_steps": (decode_steps, 1)}, swap)
         page = programs.num.page_size
         storage.require_fast(programs.num.tile_rows, programs.num.tensor_parts)
         self.programs, self.fingerprint, self.storage = programs, fingerprint, storage
@@ -156,46 +142,53 @@ class Engine:
         unit = min(programs.num.tile_rows or PASS_UNIT, PASS_UNIT)
         self._shards = [
             Scheduler(
-                slots,
-                self.num_pages,
-                page,
-                max_rows,
-                max_waiting=max_waiting,
-                swap_pays=pays,
-                decode=decode,
-                drafts=drafts,
-                payoff=make_payoff(draft_tokens, unit) if drafts is not None else None,
+                slots, self.num_pages, page, max_rows, max_waiting=max_waiting, swap_pays=pays, decode=decode,
+                drafts=drafts, payoff=make_payoff(draft_tokens, unit) if drafts is not None else None,
             )
             for _ in range(programs.row_shards)
-        ]
+        ]  # fmt: skip
         self._sampler, self._decode = Sampler(programs), decode
         self.decode_steps, self._decode_steps = decode_steps, DecodeSteps(programs, self._trash)
-        self._weights: SplitWeights | None = None
-        self._installs = itertools.count()
+        self._lanes = Lanes(self._shards)
         self._compiled = False  # whether the last pass was the first of its shape
-        self.version: PolicyVersion | None = None
         self.stats = EngineStats()
 
     def kv_bytes_per_device(self) -> int:
         return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.itemsize for a in jax.tree.leaves(self._pools))
 
     def install(self, version: PolicyVersion, params: Mapping[str, jax.Array]) -> None:
-        """Serve `params` as `version` from the next pass on. Only while nothing runs: no sequence changes policy.
+        """Serve `params` as `version` to all that is submitted from now on. What is under way stays on what it was
+        submitted under, whose weights are held until its last sample has ended (`take_retired`).
 
-        Raises SyncError, with the old version still served: samples in flight; leaves missing, unknown or misshapen.
+        Raises SyncError, with nothing changed, for leaves that are missing, unknown or misshapen.
         """
-        if self.busy:
-            raise SyncError(
-                f"{version} cannot be installed while {sum(s.load for s in self._shards)} samples are under way on "
-                f"{self.version}; let them finish (step until not busy) or abort them first"
-            )
         check_leaves(params, self.programs.leaves, version)
         weights = SplitWeights.of(params, self.programs.spec.num_layers)
         # Made anew whatever came: a copy that is kept where a leaf seems to be the same is one that can be stale.
-        self._weights = weights if self._to_int8 is None else self._to_int8(weights)
-        self.version = version
-        for shard in self._shards:
-            shard.renew((next(self._installs), version, self.programs.num))
+        self._lanes.add(version, weights if self._to_int8 is None else self._to_int8(weights))
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """What is submitted now runs under it; None before the first install."""
+        lane = self._lanes.newest
+        return None if lane is None else lane.version
+
+    @property
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        """Policies whose weights are held, oldest first."""
+        return self._lanes.versions
+
+    @property
+    def weights(self) -> SplitWeights:
+        """Of `version`, as the programs take them."""
+        lane = self._lanes.newest
+        assert lane is not None, "install weights first"
+        return lane.weights
+
+    def take_retired(self) -> list[RetiredLane]:
+        """Versions that were let go since this was last called: a newer one was installed, and their last sample had
+        ended."""
+        return self._lanes.take_retired()
 
     def warm_up(self, params: SamplingParams) -> WarmUp:
         """Compile what requests that ask for no more than `params` can need. After `install`, while nothing runs."""
@@ -207,8 +200,25 @@ class Engine:
     def busy(self) -> bool:
         return any(s.busy for s in self._shards)
 
-    def _request(self, prompt: Prompt, seeds: Sequence[int], params: SamplingParams) -> Request:
-        """The request, if it can be served."""
+    @property
+    def capacity(self) -> int:
+        """Samples that can run at a time."""
+        return sum(shard.slots for shard in self._shards)
+
+    @property
+    def samples(self) -> tuple[int, int]:
+        """(running, waiting for a slot) now."""
+        running = sum(shard.num_running for shard in self._shards)
+        return running, sum(shard.load for shard in self._shards) - running
+
+    @property
+    def pages(self) -> tuple[int, int, int, int]:
+        """(free, cached, used, total) of all devices."""
+        free, cached, used, total = map(sum, zip(*(s.memory.pages.counts for s in self._shards), strict=True))
+        return free, cached, used, total
+
+    def check(self, prompt: Prompt, seeds: Sequence[int], params: SamplingParams) -> Request:
+        """The request. Raises CapacityError or ConfigError if it could never run. May be called from any thread."""
         check_request(
             prompt, seeds, params, self.programs.spec.vocab_size, self.max_positions, self._decode is not None
         )
@@ -221,9 +231,9 @@ class Engine:
 
         Raises, with nothing queued: CapacityError for a prompt that is empty, too long or holds an unknown id;
         ConfigError for parameters without meaning; DataError for a prompt id that is under way already; QueueFullError
-        where too many samples wait on every device.
+        where too many samples wait on every device; ServiceError before the first install.
         """
-        request = self._request(prompt, seeds, params)
+        request = self.check(prompt, seeds, params)
         if any(shard.holds(prompt.id) for shard in self._shards):
             raise DataError(
                 f"prompt {prompt.id!r} is under way already; samples are told apart by (prompt id, index), so "
@@ -233,6 +243,8 @@ class Engine:
 
     def enqueue(self, request: Request) -> None:
         """`submit` without its checks, for requests that are known to be right."""
+        if self.version is None:
+            raise ServiceError(f"prompt {request.prompt.id!r}: no policy is installed yet; install weights first")
         best_device(self._shards, request).submit(request)
 
     def check_integrity(self) -> list[tuple[int, int, int, int]]:
@@ -241,7 +253,20 @@ class Engine:
 
     def abort(self, prompt_id: str) -> list[Trajectory]:
         """Cancel a prompt's samples now; they come back with reason `abort` and what was sampled so far."""
-        return [self._trajectory(seq) for shard in self._shards for seq in shard.abort(prompt_id)]
+        return self._trajectories([seq for shard in self._shards for seq in shard.abort(prompt_id)])
+
+    def abort_broken(self) -> list[str]:
+        """After `step` raised NumericsError: cancel all prompts of the policy whose pass it was, and return their ids.
+        Those of other policies go on."""
+        groups = [g for shard in self._shards for g in shard.groups.values() if g.lane == self._lanes.ran]
+        for group in groups:
+            self.abort(group.request.prompt.id)
+        return [group.request.prompt.id for group in groups]
+
+    def open_samples(self, prompt_id: str) -> list[OpenSample]:
+        """What has been drawn of a prompt's samples that were started and are not finished, in no order."""
+        found = [seq for shard in self._shards for seq in shard.open_samples(prompt_id)]
+        return [OpenSample(seq.index, seq.tokens, seq.logprobs) for seq in found]
 
     def generate(
         self, prompts: Iterable[Prompt], seeds: Mapping[str, Sequence[int]], params: SamplingParams
@@ -251,7 +276,7 @@ class Engine:
         Runs until done, so nothing else may be under way. Raises as `submit` does, then too with nothing queued.
         """
         assert not self.busy, "generate() would run, and swallow, samples submitted by somebody else"
-        requests = [self._request(prompt, seeds[prompt.id], params) for prompt in prompts]
+        requests = [self.check(prompt, seeds[prompt.id], params) for prompt in prompts]
         order = {request.prompt.id: i for i, request in enumerate(requests)}
         if len(order) < len(requests):
             twice = next(r.prompt.id for i, r in enumerate(requests) if order[r.prompt.id] != i)
@@ -269,15 +294,18 @@ class Engine:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Trajectory]:
-        """One forward pass over everything runnable, or several (`ahead`); returns the samples that this finished."""
-        assert self._weights is not None, "install weights before generating"
+        """One forward pass over everything runnable of one policy, or several (`ahead`); returns the samples that this
+        finished. Raises NumericsError, with nothing recorded, where the model's output is not finite."""
         if not self.busy:
             return []
-        work = [shard.schedule() for shard in self._shards]
+        for shard in self._shards:
+            shard.settle()
+        lane = self._lanes.next()
+        work = [shard.schedule(lane.number) for shard in self._shards]
         self._swap(work)
         steps = min(ahead.steps_ahead(s, w, self.decode_steps) for s, w in zip(self._shards, work, strict=True))
         start = time.perf_counter()
-        finished = self._run_ahead(work, steps) if steps > 1 else self._run_once(work)
+        finished = self._run_ahead(lane, work, steps) if steps > 1 else self._run_once(lane, work)
         seconds = (time.perf_counter() - start) / steps
         self.swap_costs.ran(sum(map(len, work)), seconds)
         if not self._compiled:
@@ -289,7 +317,7 @@ class Engine:
                 setattr(self.stats, name, getattr(self.stats, name) + count)
                 # A draft's row draws a token too; it counts when the draft was right.
                 self.stats.completion_tokens += {"drafted": -count, "accepted": count}.get(name, 0)
-        return [self._trajectory(s) for s in finished]
+        return self._trajectories(finished)
 
     def _swap(self, work: list[Pass]) -> None:
         """Copy rows of preempted samples out, and of resumed ones back in."""
@@ -298,23 +326,21 @@ class Engine:
         if any(w.load for w in work):
             self._pools = self._pool_rows.load(self._pools, [w.load for w in work], self.swap_costs)
 
-    def _lay_out(self, work: list[Pass], steps: int = 1) -> Rows:
+    def _lay_out(self, lane: Lane, work: list[Pass], steps: int = 1) -> Rows:
         """The pass's rows on the host, their index wide enough for so many steps."""
+        assert all(s.group.lane == lane.number for w in work for r in w for s in r.samples), "a pass of two policies"
         p = self.programs
         width = padded_pages(max((r.pos + steps for w in work for r in w), default=1), p.num.page_size)
         n = p.rows_for(max(len(w) for w in work), width)
-        host = numpy_rows(p.row_shards, n, width, self._trash)
-        for d, rows in enumerate(work):
-            for i, r in enumerate(rows, d * n):
-                host.tokens[i], host.pos[i], host.length[i] = r.token, r.pos, r.pos + 1
-                host.write[i] = self._trash if r.write is None else r.write
-                host.read[i, : min(width, len(r.read))] = r.read[:width]
+        host = lay_out_rows(work, n, width, self._trash)
         shape = (n, width, p.head_rows_for(max(sum(len(r.samples) for r in w) for w in work)))
         self._compiled = shape not in self._shapes
         self._shapes.add(shape)
         self.stats.passes += steps
         self.stats.padded_rows += steps * n * p.row_shards
         self.stats.prompt_tokens += sum(r.kind == "prompt" for w in work for r in w)
+        if len(self._lanes) > 1:
+            self._lanes.check_rows(lane, host)
         return host
 
     def _forward(self, weights: SplitWeights, rows: Rows) -> jax.Array:
@@ -324,28 +350,28 @@ class Engine:
             x, self._pools[i] = self.programs.layer(weights, i, x, rows, self._pools[i])
         return x
 
-    def _run_once(self, work: list[Pass]) -> list[Sample]:
+    def _run_once(self, lane: Lane, work: list[Pass]) -> list[Sample]:
         """One pass; returns the samples that it finishes."""
-        weights = self._weights
-        assert weights is not None
-        x = self._forward(weights, self.programs.put_rows(self._lay_out(work)))
+        weights = lane.weights
+        x = self._forward(weights, self.programs.put_rows(self._lay_out(lane, work)))
         self.stats.rows += sum(map(len, work))
         scored = [[(i, r.score, r.pos) for i, r in enumerate(w) if r.score is not None] for w in work]
         self._sampler.score_prompts(weights, x, scored)
         drawn = self._sampler.draw(
             weights, x, [[Want(i, s, r.drafts) for i, r in enumerate(w) for s in r.samples] for w in work]
         )
-        self._require_finite(all(math.isfinite(d.logprob) for own in drawn for d in own))
+        require_finite(
+            all(math.isfinite(d.logprob) for own in drawn for d in own), lane.version, self.programs.num.dtype
+        )
         self.stats.completion_tokens += sum(map(len, drawn))
         return [s for shard, own in zip(self._shards, drawn, strict=True) for s in shard.record(own)]
 
-    def _run_ahead(self, work: list[Pass], steps: int) -> list[Sample]:
+    def _run_ahead(self, lane: Lane, work: list[Pass], steps: int) -> list[Sample]:
         """So many decode steps, sent off one after the other; the host looks when all have run."""
-        p, weights = self.programs, self._weights
-        assert weights is not None
+        p, weights = self.programs, lane.weights
         for shard, own in zip(self._shards, work, strict=True):
             ahead.hold(shard, own, steps)
-        state = p.put_rows(ahead.decoding(p, self._lay_out(work, steps), work))
+        state = p.put_rows(ahead.decoding(p, self._lay_out(lane, work, steps), work))
         found = []
         for step in range(steps):
             x = p.pick(self._forward(weights, state.rows), state.at)
@@ -354,7 +380,8 @@ class Engine:
             if step + 1 < steps:
                 state = self._decode_steps.advance(state, drawn[0])
         host = [tuple(np.asarray(a).reshape(len(work), -1) for a in step) for step in found]
-        self._require_finite(all(np.isfinite(logprobs[index >= 0]).all() for _, logprobs, index in host))
+        finite = all(np.isfinite(logprobs[index >= 0]).all() for _, logprobs, index in host)
+        require_finite(finite, lane.version, p.num.dtype)
         drew = sum(int((index >= 0).sum()) for *_, index in host)
         self.stats.rows += drew
         self.stats.completion_tokens += drew
@@ -364,40 +391,8 @@ class Engine:
             for done in ahead.record(shard, [r.samples[0] for r in own], [tuple(a[d] for a in step) for step in host])
         ]
 
-    def _require_finite(self, finite: bool) -> None:
-        if not finite:
-            raise NumericsError(
-                f"policy {self.version}: the model's output is not finite; its weights hold NaN or infinity, or "
-                f"overflow in {self.programs.num.dtype}. Nothing of this pass was recorded"
-            )
-
-    def _trajectory(self, seq: Sample) -> Trajectory:
-        assert self.version is not None
-        request = seq.group.request
-        params = request.params
-        changed = (params.truncates or params.reshapes) and params.temperature > 0
-        return Trajectory(
-            prompt_ids=np.asarray(request.prompt.ids, np.int32),
-            completion_ids=np.asarray(seq.tokens, np.int32),
-            logprobs=np.asarray(seq.logprobs, np.float32),
-            versions=np.full(len(seq.tokens), self.version.number, np.int32),
-            finish_reason=seq.finish or "abort",
-            seed=request.seeds[seq.index],
-            group_id=request.prompt.id,
-            index=seq.index,
-            fingerprint=replace(self.fingerprint, decoding=decoding_digest(params)),
-            kept_logmass=np.asarray(seq.kept, np.float32) if changed else None,
-            details=_details(seq),
-            generate_s=time.perf_counter() - seq.group.since,
-        )
-
-
-def _details(seq: Sample) -> Details | None:
-    params = seq.group.request.params
-    if not (params.prompt_logprobs or params.top_logprobs):
-        return None
-    top: list[np.ndarray | None] = [None, None]
-    if params.top_logprobs:
-        kinds = (np.int32, np.float32)
-        top = [np.asarray([t[i] for t in seq.top], k).reshape(-1, params.top_logprobs) for i, k in enumerate(kinds)]
-    return Details(seq.group.scores if params.prompt_logprobs else None, *top)
+    def _trajectories(self, ended: list[Sample]) -> list[Trajectory]:
+        """Each under the policy that it ran under. Policies whose last samples these are end with them."""
+        made = [make_trajectory(seq, self._lanes[seq.group.lane].version, self.fingerprint) for seq in ended]
+        self._lanes.retire()
+        return made

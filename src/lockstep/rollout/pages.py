@@ -29,6 +29,11 @@ class PagePool:
         """Pages that nobody holds: free, or cached and so free once the cache forgets them."""
         return len(self._free) + self._cached
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """(free, cached, used, total), from the books; `check_integrity` proves them."""
+        return len(self._free), self._cached, self.num_pages - self.num_available, self.num_pages
+
     def is_held(self, page: int) -> bool:
         return self._holders[page] > 0
 

@@ -4,8 +4,8 @@ An entry stands for one page of positions, `[k * page_size, (k + 1) * page_size)
 the pool rows that hold their keys and values. Rows of one entry usually are one pool page; where a completion starts in
 the middle of a page, they are the end of its prompt's last page and the beginning of the completion's first.
 
-Keys and values depend on the weights and on the numerics, so there is one tree for each *identity* (policy version and
-digest, numerics); entries of another identity cannot be reached, and `retire` gives their pages back at once.
+Keys and values depend on the weights, so there is one tree for each *identity* (installed policy); entries of another
+identity cannot be reached, and `retire` gives their pages back at once.
 
 Eviction: least recently used first, leaves only, those that nobody reads before those that somebody does. (An entry in
 use may be forgotten: its pages stay with whoever holds them.) So every cached page can be had.
@@ -131,16 +131,27 @@ class PrefixCache:
         if parent.parent is not None and not parent.children:
             self._push(parent)
 
-    def retire(self, keep: Hashable = None) -> None:
-        """Forget everything but what belongs to `keep`: after a new policy nothing of the old one can be met."""
-        for identity in [i for i in self._roots if i != keep]:
-            todo = list(self._roots.pop(identity).children.values())
+    def retire(self, identity: Hashable) -> None:
+        """Forget everything of an identity that nobody will ask for any more."""
+        root = self._roots.pop(identity, None)
+        todo = [] if root is None else list(root.children.values())
+        while todo:
+            entry = todo.pop()
+            todo += entry.children.values()
+            entry.parent, entry.children = None, {}
+            self.pool.forget(entry.pages)
+            self.num_entries -= 1
+
+    def pages(self) -> dict[Hashable, set[int]]:
+        """By identity the pages that its entries name."""
+        found: dict[Hashable, set[int]] = {}
+        for identity, root in self._roots.items():
+            todo, named = [*root.children.values()], found.setdefault(identity, set())
             while todo:
                 entry = todo.pop()
                 todo += entry.children.values()
-                entry.parent, entry.children = None, {}
-                self.pool.forget(entry.pages)
-                self.num_entries -= 1
+                named.update(entry.pages)
+        return found
 
     def check_integrity(self) -> int:
         """Number of entries; asserts that the tree and the pool's count of entries agree, page by page."""

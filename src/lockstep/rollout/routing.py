@@ -20,4 +20,4 @@ def best_device(shards: Sequence[Scheduler], request: Request) -> Scheduler:
     open_ = [s for s in shards if s.accepts(request)] or list(shards)
     least = min(s.load for s in open_)
     near = [s for s in open_ if s.load - least <= max(1, s.slots // SLACK)]
-    return max(near, key=lambda s: (s.memory.known_positions(request), -s.load))
+    return max(near, key=lambda s: (s.known_positions(request), -s.load))

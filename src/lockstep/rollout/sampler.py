@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from lockstep.cluster.changed_sampling import ChangedSampling
-from lockstep.cluster.programs import Programs, SplitWeights, padded_pages
+from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages
+from lockstep.models.decoder import Rows
 from lockstep.models.sampling import Changes
-from lockstep.rollout.work import Drawn, GroupWork, Sequence
+from lockstep.rollout.work import Drawn, GroupWork, Pass, Sequence
 from lockstep.types import SamplingParams
 
 IDS = 16  # ids named for a row are padded to a power of two of this many
@@ -55,6 +56,18 @@ class Batch:
     temperature: np.ndarray
     seed: np.ndarray
     index: np.ndarray
+
+
+def lay_out_rows(work: List[Pass], n: int, width: int, trash: int) -> Rows:
+    """Rows of a pass on the host. work: per device; n: rows of each, padding included; width: of their index; trash:
+    the pool row that padding names."""
+    host = numpy_rows(len(work), n, width, trash)
+    for d, rows in enumerate(work):
+        for i, r in enumerate(rows, d * n):
+            host.tokens[i], host.pos[i], host.length[i] = r.token, r.pos, r.pos + 1
+            host.write[i] = trash if r.write is None else r.write
+            host.read[i, : min(width, len(r.read))] = r.read[:width]
+    return host
 
 
 def lay_out(wanted: List[List[Want]], programs: Programs, least: int = 0) -> Batch:

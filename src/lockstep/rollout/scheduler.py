@@ -9,24 +9,28 @@ Pages are taken when they are needed. When none can be had, the youngest sequenc
 to the host, or forgotten and computed again later, whichever is cheaper. Its draws depend on (seed, index) and a row's
 bits on the row alone, so it goes on as if nothing had happened.
 
+A group belongs to a *lane*, the policy that was installed when it was submitted, and a pass is of one lane: only its
+groups get rows. Slots, pages and turns are everybody's, whatever the lane.
+
 Progress. Sequences are numbered as they are started; a running one is older than every preempted one, and that is older
 than every one not started: preemption takes the youngest, and nothing is started while a preempted one waits. In every
-pass the oldest running sequence gets a row: while it decodes it has one by right (`max_rows >= slots`); while it or its
-prompt is being filled in, it has a slot that decodes nothing, so a row is left, and rows are given oldest first. Pages
-it always gets: it may preempt all others, an idle group gives its prompt back, every cached page can be had, and
-`check` refuses what does not fit into the pool by itself. So the oldest finishes, then the next: no request waits for
-ever.
+pass of its lane the oldest running sequence gets a row: while it decodes it has one by right (`max_rows >= slots`);
+while it or its prompt is being filled in, it has a slot that decodes nothing, so a row is left, and rows are given
+oldest first. Lanes in which something runs take turns (`lanes.next_lane`), so its lane's pass comes. Pages it always
+gets, in passes of other lanes too: it may preempt all others, an idle group gives its prompt back, every cached page
+can be had, and `check` refuses what does not fit into the pool by itself. So the oldest finishes, then the next: no
+request waits for ever.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from lockstep.errors import CapacityError, QueueFullError
-from lockstep.rollout.drafts import Drafts, Payoff
+from lockstep.rollout.drafts import Drafts, Payoff, draft_rows
 from lockstep.rollout.memory import Memory
 from lockstep.rollout.stops import Decode, finish_reason
 from lockstep.rollout.work import Drawn, GroupWork, Pass, Request, Row, RowKind, Sequence, Swap
@@ -58,6 +62,7 @@ class Scheduler:
         assert max_rows >= slots, "every running sequence must fit in one pass"
         self.slots, self.max_rows, self.max_waiting = slots, max_rows, max_waiting
         self.memory = Memory(num_pages, page_size)
+        self.lane = 0  # of what is submitted
         self.queue: deque[GroupWork] = deque()  # with samples that were never started
         self.running: list[Sequence] = []  # oldest first, as `preempted`
         self.preempted: list[Sequence] = []
@@ -73,11 +78,14 @@ class Scheduler:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def renew(self, identity: Hashable) -> None:
-        """From now on keys and values are of `identity` (policy and numerics); what is cached of others is freed."""
-        assert not self.busy, "a sequence never changes its policy"
-        self.memory.identity = identity
-        self.memory.cache.retire(keep=identity)
+    def retire(self, lane: int) -> int:
+        """Forget a lane that has ended; returns how many pages that freed."""
+        assert all(g.lane != lane for g in self.groups.values()), "samples of this policy are still under way"
+        return self.memory.retire(lane)
+
+    def known_positions(self, request: Request) -> int:
+        """How many positions of its prompt are cached, were it submitted now."""
+        return self.memory.known_positions(self.lane, request)
 
     def check(self, request: Request) -> None:
         """CapacityError if the request could never run, however long it waited."""
@@ -111,7 +119,7 @@ class Scheduler:
                 f"more exceed the bound of {self.max_waiting}; submit it again when some have finished"
             )
         samples = deque(range(len(request.seeds)))
-        group = GroupWork(request, time.perf_counter(), samples, len(samples))
+        group = GroupWork(request, time.perf_counter(), samples, len(samples), self.lane)
         self.groups[request.prompt.id] = group
         self.queue.append(group)
         self.load += len(samples)
@@ -125,12 +133,22 @@ class Scheduler:
         return bool(self.groups)
 
     def holds(self, prompt_id: str) -> bool:
-        """Whether a prompt of this id is waiting or under way."""
         return prompt_id in self.groups
+
+    def open_samples(self, prompt_id: str) -> list[Sequence]:
+        """Samples of a prompt that were started and are not finished."""
+        group = self.groups.get(prompt_id)
+        return [] if group is None else [*group.running, *(s for s in self.preempted if s.group is group)]
 
     # -- who runs ----------------------------------------------------------------------------------------------------
 
-    def _growth(self) -> int:
+    def settle(self) -> None:
+        """Before a pass, of whatever lane: who gets slots and pages."""
+        self._save, self._computed_by_pass = [], []
+        self._grow()
+        self._admit()
+
+    def growth(self) -> int:
         """Pages that the running sequences may need next, one each."""
 
         def may_grow(seq: Sequence) -> bool:
@@ -200,7 +218,7 @@ class Scheduler:
         own = self.memory.own_pages(
             group.prompt_length, len(seq.tokens) or min(1, group.request.params.max_new_tokens - 1)
         )
-        spare = own + self._growth()
+        spare = own + self.growth()
         if group.held and not self._can_have(spare, but=group):
             if group.running:
                 return False
@@ -220,16 +238,15 @@ class Scheduler:
 
     # -- one pass ----------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Pass:
-        """The next pass: a row per decoding sequence, then chunks of prompts, and of tokens to run again, oldest first
-        while there is room. What a pass that failed had scheduled is scheduled again."""
-        self._save, self._computed_by_pass = [], []
-        self._grow()
-        self._admit()
+    def schedule(self, lane: int) -> Pass:
+        """The next pass, of this lane, after `settle`: a row per decoding sequence, then chunks of prompts, and of
+        tokens to run again, oldest first while there is room. A pass that failed is scheduled again as it was."""
         rows: list[Row] = []
         filling: dict[int, GroupWork | Sequence] = {}
         late: dict[int, GroupWork] = {}
         for seq in self.running:
+            if seq.group.lane != lane:
+                continue
             if not seq.group.ready:
                 filling.setdefault(id(seq.group), seq.group)
             elif not seq.tokens:
@@ -246,7 +263,7 @@ class Scheduler:
         for part in filling.values():
             rows += self._chunk(part, self.max_rows - len(rows))
         if self.drafts is not None:
-            rows += self._draft_rows([r.samples[0] for r in rows if r.kind == "decode"], len(rows))
+            rows += draft_rows(self, [r.samples[0] for r in rows if r.kind == "decode"], len(rows))
         load = [Swap(s, s.rows[s.group.prompt_length :][: len(s.saved)]) for s in self.running if s.saved is not None]
         return Pass(rows, self._save, load)
 
@@ -254,27 +271,6 @@ class Scheduler:
         """The row of a sequence's token i; the next token is drawn from that of the last."""
         pos, last = seq.group.prompt_length + i, i == len(seq.tokens) - 1
         return Row(seq.tokens[i], pos, int(seq.rows[pos]), seq.rows, (seq,) if last else (), kind)
-
-    def _draft_rows(self, decoding: list[Sequence], rows: int) -> list[Row]:
-        """Rows for drafts of decoding sequences, as many as pay. They take no page that a running sequence may need,
-        and nothing after the place of the last token that may be drawn."""
-        assert self.drafts is not None and self.payoff is not None
-        each = self.payoff.best(len(decoding), rows, self.max_rows - rows)
-        counts = [min(each, s.group.request.params.max_new_tokens - 1 - len(s.tokens)) for s in decoding]
-        if not any(counts):
-            return []
-        made: list[Row] = []
-        for seq, drafts in zip(decoding, self.drafts.propose(decoding, counts), strict=True):
-            pos = seq.group.prompt_length + len(seq.tokens)
-            for i, token in enumerate(drafts, 1):
-                if pos >= len(seq.rows):
-                    if self.memory.pages.num_available <= self._growth():
-                        break
-                    self.memory.extend(seq)
-                made.append(Row(token, pos, int(seq.rows[pos]), seq.rows, (seq,), "draft", None, tuple(drafts[:i])))
-                pos += 1
-        # Every row of a sequence reads the rows as they are after the last page was added.
-        return [replace(r, read=r.samples[0].rows) for r in made]
 
     def _chunk(self, part: GroupWork | Sequence, room: int) -> list[Row]:
         """The next rows of a prompt, or of a resumed sequence, as many as there is room for. A chunk that is not the

@@ -110,9 +110,8 @@ def counted() -> Iterator[list[float]]:
 
 def layer_kinds(engine: Engine) -> list[int]:
     """The first layer of each kind."""
-    assert engine._weights is not None, "install weights first: the programs depend on what they are"
     kinds: dict[frozenset[str], int] = {}
-    for i, layer in enumerate(engine._weights.layers):
+    for i, layer in enumerate(engine.weights.layers):
         kinds.setdefault(frozenset(layer), i)
     return list(kinds.values())
 
@@ -160,8 +159,7 @@ def warm_up(engine: Engine, params: SamplingParams) -> WarmUp:
 
 def _passes(engine: Engine, params: SamplingParams, wanted: dict[str, Shapes]) -> None:
     """Everything between the rows of a pass and what it draws, on padding."""
-    p, weights, kinds = engine.programs, engine._weights, layer_kinds(engine)
-    assert weights is not None
+    p, weights, kinds = engine.programs, engine.weights, layer_kinds(engine)
     heads = {(name, m) for name in ("sample", "choose", "logprobs") for (m,) in wanted.get(name, [])}
     for (n,) in wanted["embed"]:
         for kind, _, width in (shape for shape in wanted["layer"] if shape[1] == n):

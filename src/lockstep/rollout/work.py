@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,16 +36,17 @@ def no_rows() -> np.ndarray:
 class GroupWork:
     """A request being worked on.
 
-    rows [P]: pool row of every prompt position, held: the pages that they lie in; both empty while no sample of the
-    group runs. prefilled: prompt positions whose keys and values are in the pool. waiting: samples that have not been
-    started; open: those that are not finished. scores [P]: log-probabilities of the prompt's ids, where they are asked
-    for. seen: what `drafts.SeenDrafts` knows of the prompt.
+    lane: the installed policy that it stays on (`lanes`). rows [P]: pool row of every prompt position, held: the pages
+    that they lie in; both empty while no sample of the group runs. prefilled: prompt positions whose keys and values
+    are in the pool. waiting: samples that have not been started; open: those that are not finished. scores [P]:
+    log-probabilities of the prompt's ids, where they are asked for. seen: what `drafts.SeenDrafts` knows of the prompt.
     """
 
     request: Request
     since: float
     waiting: deque[int]
     open: int
+    lane: int = 0
     rows: np.ndarray = field(default_factory=no_rows)
     held: list[int] = field(default_factory=list)
     prefilled: int = 0
@@ -154,3 +156,12 @@ class Drawn:
     kept: float = 0.0
     top: Likeliest | None = None
     drafts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpenSample:
+    """A sample that is not finished; what was drawn so far, to be read before the next step: the lists go on."""
+
+    index: int
+    tokens: List[int]
+    logprobs: List[float]
