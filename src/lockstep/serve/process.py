@@ -61,13 +61,16 @@ class ProcessWorker:
         self._status = NO_STATUS
         self._on_event: Callable[[WorkerEvent], None] | None = None
         self._closing = False
+        self._threads: list[threading.Thread] = []
+        self._channels: list[Channel] = []
         self.limits: Ready | None = None
 
     def ready(self, seconds: float = START_S) -> Ready:
         """Wait until it can take weights. Raises ServiceError, with the process gone, if it cannot."""
         deadline = Deadline.after(seconds)
         try:
-            self._events, self._commands = self._meet(deadline)
+            self._channels = self._meet(deadline)
+            self._events, self._commands = self._channels
             while True:
                 message = self._events.receive("to be ready", -1, deadline)
                 for event in message.get("events", [message]):
@@ -86,7 +89,7 @@ class ProcessWorker:
             self.kill()
             raise
 
-    def _meet(self, deadline: Deadline) -> tuple[Channel, Channel]:
+    def _meet(self, deadline: Deadline) -> list[Channel]:
         """Its two connections, events first, once both are there."""
         found: list[Channel] = []
         failed: list[SyncError] = []
@@ -105,17 +108,20 @@ class ProcessWorker:
         self._listener.close()
         thread.join(5)
         if len(found) < 2:
+            for channel in found:
+                channel.close()
             why = failed[0] if failed else self._ended()
             raise ServiceError(f"replica {self.name} did not connect: {why}; its messages are above")
-        found.sort(key=lambda channel: channel.there.endswith("commands"))
-        return found[0], found[1]
+        return sorted(found, key=lambda channel: channel.there.endswith("commands"))
 
     # -- Worker --------------------------------------------------------------------------------------------------------
 
     def start(self, on_event: Callable[[WorkerEvent], None]) -> None:
         self._on_event = on_event
-        threading.Thread(target=self._hear, name=f"{self.name} events", daemon=True).start()
-        threading.Thread(target=self._command, name=f"{self.name} commands", daemon=True).start()
+        for what, run in (("events", self._hear), ("commands", self._command)):
+            thread = threading.Thread(target=run, name=f"{self.name} {what}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def check(self, request: RolloutRequest) -> None:
         limits = self.limits
@@ -142,16 +148,20 @@ class ProcessWorker:
         self._closing = True
         self._outbox.put({"do": "stop"})
         self._outbox.put(None)
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S if self._threads else 0)
+        self.kill()
 
     def kill(self) -> None:
-        """At once."""
-        self._listener.close()
+        """At once, with everything that belongs to it."""
         self._process.kill()
         self._process.wait()
+        self._outbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(STOP_S)  # it hears the last of what was said
+        for closed in (self._listener, *self._channels):
+            closed.close()
 
     # -- both directions -----------------------------------------------------------------------------------------------
 

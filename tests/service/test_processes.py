@@ -1,0 +1,181 @@
+"""Replicas in processes of their own: real engines, real weights, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lockstep.errors import ServiceError, SyncError
+from lockstep.models.hf import load_folder, save_folder
+from lockstep.serve.server import Server
+from lockstep.serve.spec import ServeSpec
+from lockstep.service.blocking import run_all, score
+from lockstep.service.controls import Source
+from lockstep.service.requests import Ended, RolloutRequest, Started, Tokens
+from lockstep.sync.remote import RemoteReplica
+from lockstep.sync.shared_memory import SharedMemoryTransport
+from lockstep.sync.sync import WeightSync
+from lockstep.types import Prompt, SamplingParams
+
+TOKEN = "a secret of a test, long enough"
+
+
+@pytest.fixture(scope="module")
+def weights_dir(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """The tiny model's weights, each version a little changed."""
+    root = tmp_path_factory.mktemp("versions")
+    spec, params = load_folder(tiny_folder)
+    for number in (1, 2, 3):
+        changed = {k: v * np.float32(1 + number / 50) for k, v in params.items()}
+        save_folder(root / f"v{number}", spec, changed, tokenizer_files_from=tiny_folder)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, weights_dir: Path):
+    said: list[str] = []
+    with Server(
+        ServeSpec(model=str(tiny_folder), slots=8, max_positions=64),
+        replicas=2,
+        weights_dir=weights_dir,
+        sync_token=TOKEN,
+        say=said.append,
+    ) as made:
+        made.said = said
+        yield made
+
+
+numbers = iter(range(10**6))
+
+
+def request(tokens: int = 8, samples: int = 2, **more) -> RolloutRequest:
+    number = next(numbers)
+    rng = np.random.default_rng(number)
+    ids = tuple(map(int, rng.integers(3, 250, 7)))
+    seeds = tuple(map(int, rng.integers(0, 2**63, samples)))
+    return RolloutRequest(Prompt(f"p{number}", "", ids), seeds, SamplingParams(1.0, tokens, frozenset()), **more)
+
+
+def until(holds, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
+
+
+def test_requests_run_in_both_processes_and_are_scored_to_the_bit(server: Server) -> None:
+    asked = [request() for _ in range(6)]
+    ends = run_all(server.service, asked)
+    assert {e.outcome for e in ends} == {"finished"} and {e.policy for e in ends} == {server.policy}
+    assert len({r.name for r in server.service.status().replicas if r.engine.tokens}) == 2
+    sequences = [
+        [*a.prompt.ids, *t.completion_ids.tolist()] for a, e in zip(asked, ends, strict=True) for t in e.trajectories
+    ]
+    scored = score(server.service, sequences, 1.0)
+    recorded = [t for e in ends for t in e.trajectories]
+    for t, (policy, logprobs) in zip(recorded, scored, strict=True):
+        assert policy == server.policy
+        assert np.asarray(logprobs[7:], np.float32).tobytes() == t.logprobs.tobytes()
+
+
+def test_a_version_is_staged_from_a_folder_and_committed(server: Server) -> None:
+    before = run_all(server.service, [request()])[0].policy
+    staged = server.stage(Source("files", "v1"), before.number + 1)
+    assert {r.staged.number for r in server.service.status().replicas} == {before.number + 1}
+    asked = request()
+    assert run_all(server.service, [asked])[0].policy == before, "what is staged is not served"
+    done = server.commit(before.number + 1)
+    assert done["digest"] == staged["digest"] and sorted(done["replicas"]) == ["rollout-0", "rollout-1"]
+    after = run_all(server.service, [request()])[0].policy
+    assert (after.number, after.digest) == (before.number + 1, staged["digest"])
+
+
+def test_a_staged_version_can_be_aborted(server: Server) -> None:
+    before = server.service.status().published
+    server.stage(Source("files", "v2"), before.number + 1)
+    with pytest.raises(SyncError, match="staged already"):
+        server.stage(Source("files", "v3"), before.number + 2)
+    with pytest.raises(SyncError, match=f"version {before.number + 5} is not staged"):
+        server.commit(before.number + 5)
+    server.abort_version(before.number + 1)
+    assert {r.staged for r in server.service.status().replicas} == {None}
+    assert run_all(server.service, [request()])[0].policy == before
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (Source("files", "../elsewhere"), "outside"),
+        (Source("files", "/etc"), "outside"),
+        (Source("shared_memory", "../../etc/passwd"), "outside"),
+        (Source("shared_memory", "no-such-segment"), "No such file"),
+        (Source("transfer", "127.0.0.1:1"), "sync_address"),
+    ],
+)
+def test_what_cannot_be_staged_is_said(server: Server, source: Source, message: str) -> None:
+    with pytest.raises(SyncError, match=message):
+        server.stage(source, server.service.status().published.number + 1)
+
+
+def test_a_trainer_syncs_through_the_front(server: Server, weights_dir: Path) -> None:
+    """Its weights go straight to the replicas' processes; when they are taken over is the front's to say."""
+    status = server.service.status()
+    leaves = server.served.trains
+    _, params = load_folder(weights_dir / "v3")
+    tree = {path: jax.device_put(params[path], jax.devices()[0]) for path in leaves}
+    routes = [
+        RemoteReplica(r.name, r.sync_address, TOKEN, SharedMemoryTransport(f"trainer{i}")).route()
+        for i, r in enumerate(status.replicas)
+    ]
+    sync = WeightSync(leaves, routes, base={}, deadline_s=60)
+    heard, asked = [], request(40, stream=True)
+    server.service.submit(asked, heard.append)
+    receipt = sync.push(status.published.number + 1, tree)
+    until(lambda: isinstance(heard[-1], Ended))
+    assert heard[-1].policy == status.published, "it was drained"
+    assert run_all(server.service, [request()])[0].policy == receipt.policy
+    for route in routes:
+        route.replica.close()
+
+
+def test_a_killed_replica_s_requests_go_on_elsewhere_and_it_comes_back(server: Server, weights_dir: Path) -> None:
+    number = server.service.status().published.number + 1
+    server.stage(Source("files", "v1"), number)
+    server.commit(number)
+    policy = server.service.status().published
+    asked = [request(50, 1, stream=True) for _ in range(6)]
+    heard: dict[str, list] = {a.id: [] for a in asked}
+    for a in asked:
+        server.service.submit(a, heard[a.id].append)
+    until(lambda: all(any(isinstance(e, Tokens) for e in heard[a.id]) for a in asked))
+    victim = next(e.replica for e in heard[asked[0].id] if isinstance(e, Started))
+    os.kill(server._replicas[victim].worker.pid, signal.SIGKILL)
+    until(lambda: all(isinstance(h[-1], Ended) for h in heard.values()))
+    quiet = run_all(server.service, [RolloutRequest(a.prompt, a.seeds, a.params) for a in asked])
+    for a, alone in zip(asked, quiet, strict=True):
+        end = heard[a.id][-1]
+        assert (end.outcome, end.policy) == ("finished", policy)
+        assert end.trajectories[0].logprobs.tobytes() == alone.trajectories[0].logprobs.tobytes()
+        shown = [i for e in heard[a.id] if isinstance(e, Tokens) for i in e.ids]
+        assert shown == end.trajectories[0].completion_ids.tolist() == alone.trajectories[0].completion_ids.tolist()
+    assert server.service.status().redispatched
+    until(lambda: {(r.alive, r.active) for r in server.service.status().replicas} == {(True, policy)})
+    assert any(f"{victim} is back, serving {policy}" in line for line in server.said)
+
+
+def test_a_model_that_is_not_there_is_said() -> None:
+    with pytest.raises(Exception, match="no-such-model"):
+        Server(ServeSpec(model="no-such-model"))
+
+
+def test_a_replica_that_cannot_be_set_up_says_why(tiny_folder: Path) -> None:
+    with pytest.raises(ServiceError, match=r"rollout-0 cannot be set up.*decode_steps"):
+        Server(ServeSpec(model=str(tiny_folder), slots=8, max_positions=64, decode_steps=0))
+    assert threading.active_count() < 50
