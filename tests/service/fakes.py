@@ -77,6 +77,9 @@ class ManualWorker:
                 self.emit(Cancelled(request_id, self.trajectories(request_id, "abort")))
         self.cancels = []
 
+    def barrier(self, seconds: float) -> None:
+        pass
+
     def step(self, *ids: str, by: PolicyVersion | None = None) -> None:
         for request_id in ids or list(self.open):
             request, version, drawn = self.open[request_id]

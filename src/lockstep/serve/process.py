@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ class ProcessWorker:
         self._status = NO_STATUS
         self._on_event: Callable[[WorkerEvent], None] | None = None
         self._closing = False
+        self._marking = threading.Condition()
+        self._marks = self._marked = 0
         self._threads: list[threading.Thread] = []
         self._channels: list[Channel] = []
         self.limits: Ready | None = None
@@ -140,6 +143,19 @@ class ProcessWorker:
     def cancel(self, request_id: str) -> None:
         self._outbox.put({"do": "cancel", "request_id": request_id})
 
+    def barrier(self, seconds: float) -> None:
+        """As `Worker.barrier`: installs come over the weight sync's own connection, and may overtake commands."""
+        with self._marking:
+            self._marks += 1
+            number, end = self._marks, time.monotonic() + seconds
+            self._outbox.put({"do": "mark", "number": number})
+            while self._marked < number:
+                self._marking.wait(0.5)
+                if self._process.poll() is not None or time.monotonic() > end:
+                    raise ServiceError(
+                        f"replica {self.name} did not take its commands within {seconds:.1f} s ({self._ended()})"
+                    )
+
     def status(self) -> EngineStatus:
         return self._status
 
@@ -182,6 +198,10 @@ class ProcessWorker:
                 for event in message["events"]:
                     if event["kind"] == "Said":
                         self._say(f"{self.name}: {event['line']}")
+                    elif event["kind"] == "Marked":
+                        with self._marking:
+                            self._marked = event["number"]
+                            self._marking.notify_all()
                     else:
                         self._on_event(event_from_json(event))
         except LockstepError as error:

@@ -119,6 +119,7 @@ def _obey(commands: Channel, worker: EngineWorker, put: Callable[[dict[str, Any]
     calls: dict[str, Callable[[dict[str, Any]], None]] = {
         "submit": lambda m: _submit(worker, m["request"], put),
         "cancel": lambda m: worker.cancel(str(m["request_id"])),
+        "mark": lambda m: put({"kind": "Marked", "number": m["number"]}),
     }
     while True:
         try:

@@ -184,6 +184,7 @@ class Server:
         ends = self.service.close(deadline_s)
         for one in self._replicas.values():
             one.server.close()
+            one.relayed.inner.close()
             one.worker.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         return ends

@@ -162,7 +162,7 @@ WorkerEvent = Progress | Finished | Cancelled | Refused | Retired | Lost
 class Worker(Protocol):
     """One replica's engine, in a thread or in a process. Calls return at once, what comes of them are events; each
     submitted request has exactly one of Finished, Cancelled, Refused, unless the worker is lost. Commands are carried
-    out in order, so what was submitted before an install runs under the version of before."""
+    out in order; an install may come by another way, so `barrier` comes before it."""
 
     name: str
     capacity: int
@@ -177,6 +177,11 @@ class Worker(Protocol):
     def submit(self, request: RolloutRequest) -> None: ...
 
     def cancel(self, request_id: str) -> None: ...
+
+    def barrier(self, seconds: float) -> None:
+        """Return once everything that was submitted so far comes before any install that begins from now on. Raises
+        ServiceError if that takes longer than so many seconds."""
+        ...
 
     def status(self) -> EngineStatus: ...
 

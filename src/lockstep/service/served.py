@@ -47,6 +47,8 @@ class ServedReplica:
 
     def _install(self, policy: PolicyVersion, deadline: Deadline) -> None:
         try:
+            # What was sent to it before belongs to the version of before.
+            self._service.workers[self.name].barrier(max(deadline.remaining(), 1e-3))
             self.inner.flip(policy, deadline)
         except BaseException:
             try:

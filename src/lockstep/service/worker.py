@@ -149,6 +149,9 @@ class EngineWorker:
             raise self._gone_error()
         return answer.result()
 
+    def barrier(self, seconds: float) -> None:
+        """As `Worker.barrier`: an install is a command among the others, so there is nothing to wait for."""
+
     def status(self) -> EngineStatus:
         """As of the last look at the engine; waits for nothing."""
         return replace(self._status, tokens_per_s=self._rate.per_s(time.monotonic()))
