@@ -176,8 +176,9 @@ class ProcessWorker:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(STOP_S)  # it hears the last of what was said
-        for closed in (self._listener, *self._channels):
-            closed.close()
+        self._listener.close()
+        for channel in self._channels:
+            channel.close()
 
     # -- both directions -----------------------------------------------------------------------------------------------
 
