@@ -275,7 +275,8 @@ def main() -> int:
     parser.add_argument("--quiet", type=float, default=60.0, help="seconds without swaps, before and after")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    spec = ServeSpec(model=options.model) if options.model else ServeSpec(recipe=options.recipe)
+    longer = ("--task.max_prompt_tokens=48", "--rollout.max_new_tokens=64")
+    spec = ServeSpec(model=options.model) if options.model else ServeSpec(recipe=options.recipe, overrides=longer)
     results = []
     for update in options.update:
         results.append(
