@@ -128,7 +128,9 @@ class RolloutConfig(Section):
         60.0, "Seconds of waiting for rollouts after which the log says what is waited for, and again each time.", gt=0
     )
     deadline_s: Float = key(
-        3600.0, "Seconds that a batch, or a sampler that finishes before new weights, is waited for; then an error.", gt=0
+        3600.0,
+        "Seconds that a batch, or a sampler that finishes before new weights, is waited for; then an error.",
+        gt=0,
     )
     url: str | None = key(
         None,

@@ -31,7 +31,7 @@ from lockstep.algorithms.advantages import GroupAdvantages
 from lockstep.cluster.programs import SplitWeights
 from lockstep.config import Config
 from lockstep.envs.base import Score
-from lockstep.errors import CheckpointError, FingerprintError, NumericsError, RewardError, ServiceError
+from lockstep.errors import CheckpointError, FingerprintError, NumericsError, RewardError, ServiceError, SyncError
 from lockstep.progress import Progress
 from lockstep.report import write_report
 from lockstep.rollout.pool_size import describe_pool
@@ -326,10 +326,18 @@ class Loop:
         """New weights to the sampler: staged, verified where they landed, then served. The snapshot follows them."""
         cluster = self.cluster
         with self.watchdog.watching(
-            lambda: f"version {version} is not served yet: {self.batches.open} groups of later steps are under way; "
-            f"{self.batches.service_says()}"
+            lambda: (
+                f"version {version} is not served yet: {self.batches.open} groups of later steps are under way; "
+                f"{self.batches.service_says()}"
+            )
         ):
             receipt = cluster.sync.push(version, cluster.trainer.trainable)
+        served = cluster.rollouts.status().published
+        if served is None or served.number < version:
+            raise SyncError(
+                f"version {version} was published, but the rollout service serves {served or 'nothing'}: the weights went "
+                "somewhere else than to the replicas that sample; check the sync's routes"
+            )
         for name, why in receipt.evicted.items():
             self.progress.event(f"version {version}: replica {name} was dropped: {why}", warning=True)
         self.counters = self.counters.published(receipt)

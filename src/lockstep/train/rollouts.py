@@ -180,9 +180,7 @@ class Batches:
                 self._changed.notify_all()
 
 
-def consumable(
-    batch: Batch, oldest: int, on_lost: str
-) -> tuple[list[Trajectory], dict[str, str]]:
+def consumable(batch: Batch, oldest: int, on_lost: str) -> tuple[list[Trajectory], dict[str, str]]:
     """(trajectories of the groups that may be trained on, in order; group -> why it may not), a group whole or not at
     all. oldest: the oldest version that a token may be of.
 

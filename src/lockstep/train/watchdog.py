@@ -1,7 +1,7 @@
 """Says what a run waits for while it waits, so that a hang is never a riddle.
 
-    with watchdog.watching(lambda: "step 3 waits for its rollouts: 2 of 3 groups are here"):
-        ...  # may take long
+with watchdog.watching(lambda: "step 3 waits for its rollouts: 2 of 3 groups are here"):
+    ...  # may take long
 """
 
 from __future__ import annotations
