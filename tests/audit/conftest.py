@@ -113,8 +113,8 @@ class Bench:
         local = Local.start(config.rollout, sampler)
         sync, replica = make_sync(config, leaves, sides, actor.trainable, local, leaf_digests(actor.frozen))
         return replace(
-            base, trainer=actor, local=local, rollouts=local.service, sync=sync, replica=replica, fingerprint=fingerprint,
-            sampling=sampling or base.sampling,
+            base, trainer=actor, local=local, rollouts=local.service, sync=sync, replica=replica,
+            fingerprint=fingerprint, sampling=sampling or base.sampling,
         )  # fmt: skip
 
     def ask(self, cluster: Cluster, folder: Path, loop: type[Loop] = Loop) -> dict[str, Check]:

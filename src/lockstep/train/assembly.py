@@ -43,7 +43,7 @@ from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
-from lockstep.train.serving import Local
+from lockstep.train.serving import Local, queue_bound
 from lockstep.train.stale import versions_kept
 from lockstep.train.syncing import make_sync
 from lockstep.train.trainer import Trainer
@@ -186,7 +186,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         num_pages=pages_of_recipe(
             config.rollout, model.spec, config.model.dtype, longest, head_shares(config, model.spec)
         ),
-        max_waiting=config.rollout.max_waiting,
+        max_waiting=queue_bound(config.rollout, rollout.row_shards),
         swap=config.rollout.swap,
         decode_steps=config.rollout.decode_steps,
         storage=storage,

@@ -132,7 +132,7 @@ class Loop:
         held = engine.kv_bytes_per_device()
         self.progress.event(describe_pool(engine.num_pages, page, engine.max_positions, held))
         if self.config.rollout.warm_up:
-            made = engine.warm_up(self.cluster.sampling)
+            made = self.cluster.local.worker.call(lambda engine: engine.warm_up(self.cluster.sampling))
             self._warm_up = {"warmup/seconds": made.seconds, "warmup/programs": made.programs}
             self.progress.event(str(made))
         self._engine_stats = replace(engine.stats)
@@ -335,8 +335,8 @@ class Loop:
         served = cluster.rollouts.status().published
         if served is None or served.number < version:
             raise SyncError(
-                f"version {version} was published, but the rollout service serves {served or 'nothing'}: the weights went "
-                "somewhere else than to the replicas that sample; check the sync's routes"
+                f"version {version} was published, but the rollout service serves {served or 'nothing'}: the "
+                "weights went somewhere else than to the replicas that sample; check the sync's routes"
             )
         for name, why in receipt.evicted.items():
             self.progress.event(f"version {version}: replica {name} was dropped: {why}", warning=True)

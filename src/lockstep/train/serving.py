@@ -14,6 +14,11 @@ from lockstep.service.worker import EngineWorker
 from lockstep.types import PolicyVersion
 
 
+def queue_bound(rollout: RolloutConfig, row_shards: int) -> int:
+    """Samples that the engine holds, started or not; further ones wait in the service."""
+    return row_shards * (rollout.slots + rollout.max_waiting)
+
+
 @dataclass(frozen=True)
 class Local:
     """engine: belongs to the worker's thread while requests are under way; else anybody may use it."""
@@ -25,11 +30,10 @@ class Local:
     @classmethod
     def start(cls, rollout: RolloutConfig, engine: Engine, name: str = "rollout") -> Local:
         """Threads go on until `close`."""
-        worker = EngineWorker(engine, name)
-        # All that a run asks for is handed over at once: the engine alone decides what runs next, as for itself.
-        under_way = rollout.prompts * rollout.samples * (rollout.staleness + 1)
-        worker.capacity = max(worker.capacity, under_way)
-        service = RolloutService(update=rollout.update, max_waiting=max(rollout.max_waiting, under_way))
+        worker = EngineWorker(name, engine)
+        # The engine, not the service, decides what runs next: it knows which pages are free, and what is cached.
+        worker.capacity = queue_bound(rollout, engine.programs.row_shards)
+        service = RolloutService(update=rollout.update, max_waiting=rollout.max_waiting)
         service.join(worker)
         return cls(engine, worker, service)
 

@@ -215,7 +215,7 @@ def test_trajectories_of_another_version_are_refused(kit, opened, tmp_path) -> N
         loop.start()
         cluster = loop.cluster
         cluster.engine.install(PolicyVersion(5, "0" * 32), {**cluster.rollout_frozen, **cluster.replica.installed})
-        with pytest.raises(ServiceError, match="'data/0/2' of step 1 failed: .* computed it under version 5, .* v0:"):
+        with pytest.raises(ServiceError, match=r"'data/0/2' of step 1 failed: .* computed it under version 5, .* v0:"):
             loop.step()
 
 
