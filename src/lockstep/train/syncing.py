@@ -48,7 +48,8 @@ def make_sync(
     (actor, actor_frozen), (rollout, rollout_frozen) = sides
     where, dtype = shardings(leaves, rollout.mesh), sampler_dtype(config)
     sampled = Scorer(rollout, rollout_frozen)
-    replica = LocalReplica(
+    replica = local.replica(
+        rollout.mesh,
         "rollout",
         installed,
         where,
