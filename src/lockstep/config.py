@@ -144,6 +144,7 @@ def _misfits(config: Config) -> Iterator[str]:
             "learning rate would never reach `optim.lr`; use fewer"
         )
     yield from _storage_misfits(config)
+    yield from _overlap_misfits(config)
     yield from _folder_misfits(config)
     yield from _kl_misfits(algorithm)
 
@@ -163,6 +164,20 @@ def _storage_misfits(config: Config) -> Iterator[str]:
             f"`rollout.weights_dtype` = {literal(config.rollout.weights_dtype)} where blocks are computed in {parts} "
             'parts: a scale would have to be cut with its matrix, which is not done yet; use "compute", or meshes with '
             "tensor = 1"
+        )
+
+
+def _overlap_misfits(config: Config) -> Iterator[str]:
+    rollout, cluster = config.rollout, config.cluster
+    if rollout.url is not None or not rollout.staleness:
+        return
+    shares = [role for role in ROLES if role != "rollout" and cluster.owner(role) == cluster.owner("rollout")]
+    if shares and cluster.mesh("rollout").size > 1:
+        yield (
+            f"`rollout.staleness` = {rollout.staleness} with the rollout on the {cluster.mesh('rollout').size} devices "
+            f"of {' and '.join(shares)}: sampling and training would run on them at the same time, and programs that "
+            "span several devices can then wait for each other for ever; give the rollout a mesh of its own, or use "
+            "staleness = 0"
         )
 
 

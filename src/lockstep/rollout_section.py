@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
@@ -103,6 +104,43 @@ class RolloutConfig(Section):
         False,
         "Compile every program that the sampler can need before the first step, rather than each when it is needed.",
     )
+    staleness: Int = key(
+        0,
+        "Updates by which the weights that sampled a batch may be behind those that are trained on it. 0: sample, then "
+        "train; n: the next n batches are sampled meanwhile.",
+        ge=0,
+        also=("max_staleness", "async_level", "off_policy_steps", "max_async_level", "staleness_bound"),
+    )
+    verify_stale: Bool = key(
+        True,
+        "Recompute what older weights recorded with those weights, of which `staleness` more versions are kept for it.",
+    )
+    update: Literal["drain", "abort", "dual"] = key(
+        "drain",
+        "What becomes of requests under way when new weights come. drain: they finish first; abort: they start anew "
+        "with their seeds; dual: they finish on the old weights beside the new.",
+        also=("update_policy", "weight_update"),
+    )
+    on_lost: Literal["fail", "drop"] = key(
+        "fail", "A group that was aborted or failed. fail: an error that names it; drop: counted, and the others go on."
+    )
+    patience_s: Float = key(
+        60.0, "Seconds of waiting for rollouts after which the log says what is waited for, and again each time.", gt=0
+    )
+    deadline_s: Float = key(
+        3600.0,
+        "Seconds that a batch, or a sampler that finishes before new weights, is waited for; then an error.",
+        gt=0,
+    )
+    url: str | None = key(
+        None,
+        "Address of a running `lockstep serve`, such as `http://host:8000`: it samples, and no sampler is built here.",
+        min_length=1,
+        also=("base_url", "server_url", "endpoint"),
+    )
+    token_file: str | None = key(
+        None, "File that holds the token of the service at `url`.", path="always", min_length=1, also=("api_key",)
+    )
 
     @property
     def truncates(self) -> bool:
@@ -143,6 +181,23 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"{cut} cuts tokens off, so samples come from another distribution than the one that is trained; use "
                 '`rollout.truncation` = "correct" to weight them, or draw from all tokens'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _service(self) -> RolloutConfig:
+        if self.url is None:
+            if self.token_file is not None:
+                raise ValueError(
+                    f"`rollout.token_file` = {literal(self.token_file)} has no effect without `rollout.url`; name the "
+                    "service, or leave it out"
+                )
+            return self
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(
+                f"`rollout.url` = {literal(self.url)} is not the address of a service; use one such as "
+                '"http://127.0.0.1:8000"'
             )
         return self
 

@@ -28,6 +28,7 @@ from lockstep.sync.verify import leaf_digests
 from lockstep.train.assembly import Cluster, build, longest_sequence
 from lockstep.train.loop import Loop
 from lockstep.train.policy import split_leaves
+from lockstep.train.serving import Local
 from lockstep.train.syncing import make_sync
 from lockstep.train.trainer import Trainer
 from lockstep.types import SamplingParams
@@ -109,10 +110,11 @@ class Bench:
         sampler._sampler = base.engine._sampler  # its compiled programs
         leaves = split_leaves(config, base.spec).trains
         sides = (actor.programs, actor.frozen), (sampler.programs, base.rollout_frozen)
-        sync, replica = make_sync(config, leaves, sides, actor.trainable, sampler, leaf_digests(actor.frozen))
+        local = Local.start(config.rollout, sampler)
+        sync, replica = make_sync(config, leaves, sides, actor.trainable, local, leaf_digests(actor.frozen))
         return replace(
-            base, trainer=actor, engine=sampler, sync=sync, replica=replica, fingerprint=fingerprint,
-            sampling=sampling or base.sampling,
+            base, trainer=actor, local=local, rollouts=local.service, sync=sync, replica=replica,
+            fingerprint=fingerprint, sampling=sampling or base.sampling,
         )  # fmt: skip
 
     def ask(self, cluster: Cluster, folder: Path, loop: type[Loop] = Loop) -> dict[str, Check]:

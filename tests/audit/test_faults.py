@@ -23,6 +23,7 @@ from lockstep.cluster.programs import SplitWeights
 from lockstep.rollout.engine import Engine
 from lockstep.sync.verify import leaf_digests
 from lockstep.train.loop import Loop
+from lockstep.train.serving import Local
 from lockstep.train.trainer import Trainer
 from lockstep.types import PolicyVersion, SamplingParams, Trajectory
 
@@ -260,8 +261,8 @@ def a_dropped_end_of_sequence_id(bench):
 class Stepper(Trainer):
     """Trains on micro-batches that are not quite those that it is given."""
 
-    def step(self, batches, trajectories, update_number, trunks=None):
-        return super().step([self.taken(b) for b in batches], trajectories, update_number, trunks)
+    def step(self, batches, trajectories, update_number, trunks=None, stale=None):
+        return super().step([self.taken(b) for b in batches], trajectories, update_number, trunks, stale)
 
     def taken(self, batch):
         return batch
@@ -300,7 +301,7 @@ def no_temperature_at_the_trainer(bench):
 @fault("record-guard", "does not compare the record", slow=True)
 def a_trainer_that_does_not_look(bench):
     class Faulty(Trainer):
-        def _require_record(self, batch, trajectories, logprobs):
+        def _require_record(self, t, recomputed, *, compared):
             pass
 
     return bench.cluster(trainer=Faulty)
@@ -407,8 +408,13 @@ def a_reference_that_is_another(bench):
 class Courier:
     """A sync that does not always run."""
 
-    def __init__(self, sync, engine: Engine) -> None:
-        self.sync, self.engine, self.last, self.content = sync, engine, None, None
+    def __init__(self, sync, local: Local) -> None:
+        self.sync, self.local, self.last, self.content = sync, local, None, None
+
+    def relabel(self) -> None:
+        """What is served now has the number and digest that were pushed last."""
+        self.local.engine._lanes.newest.version = self.last.policy
+        self.local.service.serves("rollout", self.last.policy)
 
     published = property(lambda self: None if self.last is None else self.last.policy)
 
@@ -421,7 +427,7 @@ class Courier:
             inner = self.sync.published
             receipt = self.sync.push(0 if inner is None else inner.number + 1, trainable)
             self.last = replace(receipt, version=number)
-            self.engine._lanes.newest.version = self.last.policy
+            self.relabel()
         else:
             self.skipped(number, str(hash(tuple(content.values()))))
         self.content = content
@@ -436,7 +442,7 @@ class Courier:
 
 def with_courier(bench, kind: type[Courier]):
     cluster = bench.cluster()
-    return replace(cluster, sync=kind(cluster.sync, cluster.engine))
+    return replace(cluster, sync=kind(cluster.sync, cluster.local))
 
 
 @fault("skipped-sync", "reported success without running")
@@ -456,7 +462,7 @@ def a_sync_that_remembers_what_it_sent(bench):
 
         def skipped(self, number, digest):
             super().skipped(number, self.last.digest)
-            self.engine._lanes.newest.version = self.last.policy
+            self.relabel()
 
     return with_courier(bench, Faulty)
 
@@ -475,11 +481,11 @@ def bytes_that_were_not_planned(bench):
 def a_snapshot_of_the_first_policy(bench):
     class Faulty(Loop):
         def _publish(self, version):
-            first, self.snapshot = self.snapshot, None
+            first, self.snapshots.kept = self.snapshots.kept, []
             receipt = super()._publish(version)
-            if first is not None:
-                self.snapshot.free()
-                self.snapshot = first
+            if first:
+                self.snapshots.newest.free()
+                self.snapshots.kept = first
             return receipt
 
     return bench.cluster(), Faulty

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +82,11 @@ def audit(config: Config, run: Path | None = None, watch: Watch | None = None) -
     """
     watch = watch or Watch()
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="lockstep-audit-") as name:
-        folder = Path(name)
-        subject = Subject(build(in_small(config, folder), watch.say), folder, config)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-audit-")))
+        cluster = build(in_small(config, folder), watch.say)
+        stack.callback(cluster.close)
+        subject = Subject(cluster, folder, config)
         what = f"audit of {run if run is not None else f'recipe {config.run.name}'}: {subject.cluster.source}"
         watch.head(f"{what}\n{subject.sizes()}")
         checks = examine(subject, None if run is None else StoredRun(run, config), watch.each)

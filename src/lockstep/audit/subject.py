@@ -59,6 +59,9 @@ def in_small(config: Config, folder: Path) -> Config:
             "num_pages": 0,
             "kv_memory_mib": 0,
             "max_new_tokens": min(NEW_TOKENS, rollout.max_new_tokens),
+            "staleness": 0,
+            "url": None,
+            "token_file": None,
         },
         "train": {"select": "all", "select_count": 0, "save_trajectories": True},
     }

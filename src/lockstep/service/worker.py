@@ -10,8 +10,9 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -76,6 +77,10 @@ class _Command:
     drop: Callable[[str], None] = lambda why: None
 
 
+def _wait(event: threading.Event) -> None:
+    event.wait()
+
+
 class EngineWorker:
     """`requests.Worker` over an engine that is nobody else's from now on.
 
@@ -118,6 +123,17 @@ class EngineWorker:
     def submit(self, request: RolloutRequest) -> None:
         """Run a request, under the policy that is installed when the thread takes it."""
         self._put(_Command(lambda: self._submit(request), lambda why: self._refuse_dropped(request.id, why)))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is submitted inside starts at once: no pass is made in between, so it is made of the same rows each
+        time. Ask for nothing that the thread has to answer."""
+        over = threading.Event()
+        self._put(_Command(lambda: _wait(over)))
+        try:
+            yield
+        finally:
+            over.set()
 
     def cancel(self, request_id: str) -> None:
         """End a request with `Cancelled`. Nothing comes of it where the request is not under way any more."""

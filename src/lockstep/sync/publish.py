@@ -122,8 +122,10 @@ class Publisher:
         on_failure: OnFailure = "abort",
         source: str = "actor",
         keepers: Collection[str] = (),
+        drain_s: float = 0.0,
     ) -> None:
-        """keepers: names of replicas that only keep versions for others; they are never the one that must remain,
+        """drain_s: of every deadline, what is kept from staging because a replica may finish requests before it flips.
+        keepers: names of replicas that only keep versions for others; they are never the one that must remain,
         unless there are no others. Raises SyncError without replicas, or for a name twice."""
         if not replicas:
             raise SyncError("sync: there is no replica to publish to")
@@ -137,7 +139,7 @@ class Publisher:
         self.in_doubt: PolicyVersion | None = None
         self._keepers = set(keepers)
         self._on_failure = on_failure
-        self._source = source
+        self._source, self._drain_s = source, drain_s
 
     def admit(self, replica: Replica, *, keeps: bool = False) -> None:
         """Take a replica (back) in; it serves (keeps: only keeps) versions from the next publish on. Raises SyncError
@@ -191,8 +193,9 @@ class Publisher:
         policies = {offers[name].policy for name in names}
         assert len(policies) == 1, f"one publish, several versions: {policies}"
         (policy,) = policies
-        start, kept = time.perf_counter(), min(FLIPPING_S, deadline.remaining() / 4)
-        staging, flipping = deadline.sooner(kept), deadline.sooner(kept / 2)
+        start, left = time.perf_counter(), max(0.0, deadline.remaining() - self._drain_s)
+        kept = min(FLIPPING_S, left / 4)
+        staging, flipping = deadline.sooner(kept + self._drain_s), deadline.sooner(kept / 2)
         calls = stages or {name: self.replicas[name].stage for name in names}
         try:
             reports = self.each(

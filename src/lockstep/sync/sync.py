@@ -79,12 +79,14 @@ class WeightSync:
         destination_role: str = "rollout",
         on_failure: OnFailure = "abort",
         deadline_s: float = 600.0,
+        drain_s: float = 0.0,
         staging_bytes: int = 256 << 20,
         link: LinkModel | None = None,
         probe: Callable[[Mapping[str, jax.Array]], Probe] | None = None,
     ) -> None:
         """leaves: the table of what trains (`select.trainable_leaves`). base: leaf digests of the frozen weights, which
         every policy digest covers; empty when all weights train. on_failure: as `Publisher`. deadline_s: for one push.
+        drain_s: what comes to it because replicas may finish requests before they flip.
         staging_bytes: most that a device sends or receives in one round. probe: makes one from the source's weights; it
         is asked only when bytes move, because the very same arrays need none.
 
@@ -100,9 +102,12 @@ class WeightSync:
         check_transports(routes)
         keepers = [route.replica.name for route in routes if not route.serves]
         replicas = [route.replica for route in routes]
-        self.publisher = Publisher(replicas, on_failure=on_failure, source=source_role, keepers=keepers)
+        self.publisher = Publisher(
+            replicas, on_failure=on_failure, source=source_role, keepers=keepers, drain_s=drain_s
+        )
         self._base = dict(base)
-        self._deadline_s, self._staging_bytes, self._link = deadline_s, staging_bytes, link or LinkModel()
+        self._deadline_s = deadline_s + drain_s
+        self._staging_bytes, self._link = staging_bytes, link or LinkModel()
         self._probe = probe
         self._planned: dict[str, _Planned] = {}
         self._published: PolicyVersion | None = None

@@ -36,12 +36,15 @@ from lockstep.rollout.draft_model import make_drafts
 from lockstep.rollout.engine import Engine, make_fingerprint
 from lockstep.rollout.pool_size import head_shares, pages_of_recipe
 from lockstep.rollout.stops import split_stops
+from lockstep.service.requests import Rollouts
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.select import listed
 from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
+from lockstep.train.serving import Local, queue_bound
+from lockstep.train.stale import versions_kept
 from lockstep.train.syncing import make_sync
 from lockstep.train.trainer import Trainer
 from lockstep.types import Fingerprint, SamplingParams
@@ -60,8 +63,9 @@ class Reference:
 
 @dataclass
 class Cluster:
-    """Everything a step needs. replica: holds the rollout role's trainable leaves, as last published; rollout_frozen:
-    its other leaves. model_digest: of the weights that the run started from, an adapter not included."""
+    """Everything a step needs. rollouts: the rollout role; local: it too, where it is in this process. replica: holds
+    the rollout role's trainable leaves, as last published; rollout_frozen: its other leaves. model_digest: of the
+    weights that the run started from, an adapter not included."""
 
     config: Config
     task: Task
@@ -71,7 +75,8 @@ class Cluster:
     dial: Dial
     trainer: Trainer
     geometry: Geometry
-    engine: Engine
+    rollouts: Rollouts
+    local: Local | None
     sampling: SamplingParams
     fingerprint: Fingerprint
     reference: Reference | None
@@ -80,6 +85,17 @@ class Cluster:
     rollout_frozen: Mapping[str, jax.Array]
     source: str
     model_digest: str
+
+    @property
+    def engine(self) -> Engine:
+        """The sampler, where it is in this process."""
+        assert self.local is not None, "the rollout role is in another process"
+        return self.local.engine
+
+    def close(self) -> None:
+        """End what runs beside the caller's thread; a second call does nothing."""
+        if self.local is not None:
+            self.local.close()
 
 
 def make_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
@@ -170,7 +186,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         num_pages=pages_of_recipe(
             config.rollout, model.spec, config.model.dtype, longest, head_shares(config, model.spec)
         ),
-        max_waiting=config.rollout.max_waiting,
+        max_waiting=queue_bound(config.rollout, rollout.row_shards),
         swap=config.rollout.swap,
         decode_steps=config.rollout.decode_steps,
         storage=storage,
@@ -189,7 +205,8 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
     )
     reference_weights = trainer.frozen or trainer.trainable
     sides = (trainer.programs, trainer.frozen), (rollout, rollout_frozen)
-    sync, replica = make_sync(config, leaves.trains, sides, installed, engine, base_digests)
+    local = Local.start(config.rollout, engine)
+    sync, replica = make_sync(config, leaves.trains, sides, installed, local, base_digests)
     return Cluster(
         config=config,
         task=task,
@@ -199,7 +216,8 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         dial=dial,
         trainer=trainer,
         geometry=_geometry(config, trainer.programs),
-        engine=engine,
+        rollouts=local.service,
+        local=local,
         sampling=sampling,
         fingerprint=fingerprint,
         reference=_reference(config, dial, model, (trainer.programs, reference_weights), (rollout, rollout_frozen)),
@@ -332,7 +350,7 @@ def bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
             "parameters": device_bytes(trainer.params),
             "optimizer": device_bytes(trainer.optimizer_state),
             "gradients": 2 * trained,
-            snapshot_column(dial.mesh("actor").devices.flat[0]): trained,
+            snapshot_column(dial.mesh("actor").devices.flat[0]): versions_kept(cluster.config.rollout) * trained,
         },
         "rollout": {"kv": cluster.engine.kv_bytes_per_device()},
     }

@@ -19,6 +19,7 @@ from lockstep.rollout.pool_size import describe_pool, head_shares, pages_of_reci
 from lockstep.text import format_bytes
 from lockstep.train.assembly import longest_sequence, measures_kl, snapshot_column
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
+from lockstep.train.stale import versions_kept
 
 
 def describe(config: Config) -> str:
@@ -75,7 +76,7 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
             "parameters": parameters("actor", master),
             "optimizer": moments,
             "gradients": 2 * trained,
-            snapshot_column(dial.mesh("actor").devices.flat[0]): trained,
+            snapshot_column(dial.mesh("actor").devices.flat[0]): versions_kept(config.rollout) * trained,
         },
         "rollout": {"kv": planned_pool(config, spec)[1]},
     }

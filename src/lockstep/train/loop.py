@@ -4,6 +4,10 @@
 
 Three counters are kept apart: `step` (updates done), `version` (which weights the sampler serves), `syncs` (how often
 weights moved). The weights that sampled a batch stay available as a snapshot until the batch is consumed.
+
+Step k trains version k - 1 on a batch that no version before k - 1 - `rollout.staleness` sampled. That is said when the
+batch is asked for, and looked at again when it is consumed. So many batches are asked for ahead; with none, the sampler
+and the trainer take turns.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,14 +28,12 @@ from rich.text import Text
 
 from lockstep import checkpoint, metrics, store
 from lockstep.algorithms.advantages import GroupAdvantages
-from lockstep.algorithms.losses import KLEstimator, kl_estimate
 from lockstep.cluster.programs import SplitWeights
 from lockstep.config import Config
 from lockstep.envs.base import Score
-from lockstep.errors import CheckpointError, FingerprintError, NumericsError, RewardError
+from lockstep.errors import CheckpointError, FingerprintError, NumericsError, RewardError, ServiceError, SyncError
 from lockstep.progress import Progress
 from lockstep.report import write_report
-from lockstep.rollout.engine import EngineStats, request_seed
 from lockstep.rollout.pool_size import describe_pool
 from lockstep.sync.receipt import Counters, SyncReceipt
 from lockstep.sync.select import listed
@@ -39,11 +41,15 @@ from lockstep.sync.snapshot import Snapshot
 from lockstep.text import sanitize
 from lockstep.train import rundir
 from lockstep.train.assembly import Cluster, build, not_finite
-from lockstep.train.batching import kept_mass, make_micro_batches
+from lockstep.train.batching import make_micro_batches
 from lockstep.train.clock import Clock
 from lockstep.train.forward import score as score_tokens
+from lockstep.train.record import engine_numbers, mean_kept_mass, mean_kl, rollout_numbers, sample_text
+from lockstep.train.rollouts import Batch, Batches, consumable, dropped_counts
 from lockstep.train.rundir import ResumePoint
+from lockstep.train.stale import Snapshots, staleness, versions_kept
 from lockstep.train.trainer import StepResult
+from lockstep.train.watchdog import Watchdog, dump_stacks
 from lockstep.types import Prompt, Trajectory
 
 
@@ -63,6 +69,7 @@ def run(config: Config, *, resume: Path | None = None, console: Console | None =
             point = rundir.resume_point(resume, config)
         with console.status(Text(f"loading {sanitize(config.model.name)}")):
             cluster = build(config, say=lambda line: console.print(Text(sanitize(line))))
+        stack.callback(cluster.close)
         run_dir = resume
         if run_dir is None:
             run_dir = rundir.claim_run_dir(config)
@@ -86,7 +93,18 @@ class Loop:
         self.config, self.cluster, self.run_dir, self.progress = cluster.config, cluster, run_dir, progress
         self.counters = Counters()
         self.cursor = 0
-        self.snapshot: Snapshot | None = None
+        rollout = self.config.rollout
+        self.snapshots = Snapshots(versions_kept(rollout))
+        self.batches = Batches(
+            cluster.rollouts,
+            cluster.sampling,
+            seed=self.config.run.seed,
+            samples=rollout.samples,
+            together=nullcontext if cluster.local is None else cluster.local.worker.together,
+        )
+        self.watchdog = Watchdog(lambda line: progress.event(line, warning=True), rollout.patience_s)
+        self._first_version = 0  # that this process published; what it published before a resume is not kept
+        self._begun = time.perf_counter()
         # Taken now: what a task says about itself may come to include what it met on the way.
         self._data = cluster.task.describe()
         self._ended: float | None = None
@@ -102,16 +120,22 @@ class Loop:
         rundir.write_head(self.run_dir, self.config, self.cluster)
         self._metrics = self._logs.enter_context(metrics.StepLog(self.run_dir / "metrics.jsonl"))
         self._receipts = self._logs.enter_context(metrics.StepLog(self.run_dir / "receipts.jsonl", once_per_step=False))
+        self._timeline = self._logs.enter_context(metrics.StepLog(self.run_dir / "timeline.jsonl"))
         if point is None:
             self._log_receipt(self._publish(0))
         self.progress.event(self._data)
+        self._first_version = self.counters.version
+        if self.cluster.local is None:
+            self.progress.event(f"completions are sampled by {self.config.rollout.url}")
+            return
         engine, page = self.cluster.engine, self.config.rollout.page_size
         held = engine.kv_bytes_per_device()
         self.progress.event(describe_pool(engine.num_pages, page, engine.max_positions, held))
         if self.config.rollout.warm_up:
-            made = engine.warm_up(self.cluster.sampling)
+            made = self.cluster.local.worker.call(lambda engine: engine.warm_up(self.cluster.sampling))
             self._warm_up = {"warmup/seconds": made.seconds, "warmup/programs": made.programs}
             self.progress.event(str(made))
+        self._engine_stats = replace(engine.stats)
 
     def _restore(self, point: ResumePoint) -> None:
         """Weights, optimizer and counters of a checkpoint, and its policy put back into the sampler."""
@@ -139,7 +163,9 @@ class Loop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        """Close the logs. After an error, say in `log.txt` what stopped the run, and how to go on."""
+        """Cancel what is under way and close the logs. After an error, say in `log.txt` what stopped the run, and how
+        to go on."""
+        self.batches.close()
         self._logs.close()
         if value is None:
             return
@@ -155,11 +181,15 @@ class Loop:
     def step(self) -> None:
         """One turn of the picture: afterwards its record is on disk, and its checkpoint where one is due."""
         # From the end of the last record: a checkpoint written in between shows as waiting, not as nothing.
-        clock = Clock(self.progress, {}, self._ended or time.perf_counter())
+        clock = Clock(self.progress, self._ended or time.perf_counter(), self._begun)
         number = self.counters.step + 1
         clock.enter("generate")
-        prompts = self.cluster.task.prompts(self.cursor, self.config.rollout.prompts)
-        trajectories = self._generate(prompts, number)
+        asked = self._generate(number)
+        oldest = max(0, self.counters.version - self.config.rollout.staleness)
+        trajectories, dropped = consumable(asked, oldest, self.config.rollout.on_lost)
+        for group, why in dropped.items():
+            self.progress.event(f"step {number}: group {group!r} is left out: {why}", warning=True)
+        prompts = asked.prompts
         clock.enter("score")
         trajectories = self._score(prompts, trajectories)
         kept = self._accepted([t for t in trajectories if t.failed is None])
@@ -169,32 +199,58 @@ class Loop:
         batch, trunks = self._reference_logprobs(batch, batch_advantages)
         clock.enter("train")
         micro = make_micro_batches(batch, batch_advantages, self.config.rollout.temperature, self.cluster.geometry)
-        result = self.cluster.trainer.step(micro, batch, self.counters.step, trunks)
+        stale = self.snapshots.recomputed(batch, self.counters.version, self._logprobs_under)
+        result = self.cluster.trainer.step(micro, batch, self.counters.step, trunks, stale)
         self._require_finite(result)
         self.counters = self.counters.stepped()
+        behind = staleness(batch, self.counters.version)
         clock.enter("sync")
+        overlaps = self.batches.open > 0
         receipt = self._publish(self.counters.version + 1)
         clock.enter(None)
+        if overlaps:
+            clock.waited(receipt.seconds.get("flip", 0.0))
         self.cursor += len(prompts)
-        record = self._record(number, trajectories, batch, advantages, result)
+        record = self._record(number, trajectories, batch, advantages, result) | behind | dropped_counts(dropped)
         self._warn_flat(record)
         self._store(number, prompts, trajectories, batch, batch_advantages, result)
         self._log_receipt(receipt)
-        record |= clock.record() | self._warm_up
+        clock.generated(self.batches.busy([asked]))
+        times, line = clock.record()
+        if asked.first is not None:
+            times["time/rollout_s"] = asked.last - asked.first
+        record |= times | self._warm_up
         self._warm_up = {}
         self._ended = time.perf_counter()
         # The metrics line first: a checkpoint must never be newer than the record of the step it was taken after.
+        self._timeline.write({"step": number, **line})
         self._metrics.write(record)
         every = self.config.run.checkpoint_every
         if (every and number % every == 0) or number == self.config.run.steps:
             rundir.save_checkpoint(self.run_dir, self.config, self.cluster, self.counters, self.cursor, self._data)
-        self.progress.step(record, _sample_text(prompts, trajectories))
+        self.progress.step(record, sample_text(prompts, trajectories))
 
-    def _generate(self, prompts: Sequence[Prompt], number: int) -> list[Trajectory]:
-        samples = range(self.config.rollout.samples)
-        seeds = {p.id: [request_seed(self.config.run.seed, number, p.id, i) for i in samples] for p in prompts}
-        self.cluster.engine.stats = EngineStats()  # of this step
-        return self.cluster.engine.generate(prompts, seeds, self.cluster.sampling)
+    def _generate(self, number: int) -> Batch:
+        """The step's batch; as many of those that follow as the bound allows are asked for, and go on meanwhile."""
+        rollout = self.config.rollout
+        ahead = range(number, min(number + rollout.staleness, self.config.run.steps) + 1)
+        self.batches.ask(
+            [
+                Batch(
+                    later,
+                    self.cluster.task.prompts(self.cursor + (later - number) * rollout.prompts, rollout.prompts),
+                    max(self._first_version, later - 1 - rollout.staleness),
+                )
+                for later in ahead
+                if later not in self.batches
+            ]
+        )
+        try:
+            with self.watchdog.watching(lambda: self.batches.waits_for(number)):
+                return self.batches.collect(number, rollout.deadline_s)
+        except ServiceError:
+            self.progress.event(f"what every thread did: {dump_stacks(self.run_dir)}")
+            raise
 
     def _score(self, prompts: Sequence[Prompt], trajectories: list[Trajectory]) -> list[Trajectory]:
         """Text and rewards. Failed samples stay in the record, with their reason, and take no part in training."""
@@ -225,11 +281,11 @@ class Loop:
                     f"sample {t.index} of {t.group_id!r} was drawn from a part of the vocabulary only; with "
                     '`rollout.truncation` = "correct" it could be trained on'
                 )
-            stale = t.versions != self.counters.version
-            if stale.any():
+            unknown = t.versions > self.counters.version
+            if unknown.any():
                 raise FingerprintError(
-                    f"sample {t.index} of {t.group_id!r} holds tokens of policy version {t.versions[stale][0]}; this "
-                    f"step trains version {self.counters.version} and allows no staleness"
+                    f"sample {t.index} of {t.group_id!r} holds tokens of policy version {t.versions[unknown][0]}; this "
+                    f"step trains version {self.counters.version}, and no later one is known"
                 )
         return trajectories
 
@@ -269,25 +325,40 @@ class Loop:
     def _publish(self, version: int) -> SyncReceipt:
         """New weights to the sampler: staged, verified where they landed, then served. The snapshot follows them."""
         cluster = self.cluster
-        receipt = cluster.sync.push(version, cluster.trainer.trainable)
+        with self.watchdog.watching(
+            lambda: (
+                f"version {version} is not served yet: {self.batches.open} groups of later steps are under way; "
+                f"{self.batches.service_says()}"
+            )
+        ):
+            receipt = cluster.sync.push(version, cluster.trainer.trainable)
+        served = cluster.rollouts.status().published
+        if served is None or served.number < version:
+            raise SyncError(
+                f"version {version} was published, but the rollout service serves {served or 'nothing'}: the "
+                "weights went somewhere else than to the replicas that sample; check the sync's routes"
+            )
         for name, why in receipt.evicted.items():
             self.progress.event(f"version {version}: replica {name} was dropped: {why}", warning=True)
         self.counters = self.counters.published(receipt)
-        if self.snapshot is not None:
-            self.snapshot.free()
-        self.snapshot = Snapshot(cluster.trainer.trainable, receipt.policy)
+        self.snapshots.keep(cluster.trainer.trainable, receipt.policy)
         return receipt
 
-    def old_policy_logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray | None]:
-        """Log-probabilities of a batch under the snapshot: the weights that sampled it, whatever was trained since.
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Of the version that is served."""
+        return self.snapshots.newest
 
-        A step of this loop consumes its batch in one update, and the trainer recomputes the record before it, so no
-        step calls this; tests hold every placement to it, and several updates per batch would read it.
-        """
+    def old_policy_logprobs(self, batch: Sequence[Trajectory]) -> list[np.ndarray | None]:
+        """Log-probabilities of a batch under the newest snapshot: the weights that are served, whatever was trained
+        since."""
         assert self.snapshot is not None, "nothing has been published yet"
+        return self._logprobs_under(self.snapshot, batch)
+
+    def _logprobs_under(self, snapshot: Snapshot, batch: Sequence[Trajectory]) -> list[np.ndarray | None]:
         trainer = self.cluster.trainer
         weights = SplitWeights.of(
-            {**trainer.params, **self.snapshot.restore({p: a.sharding for p, a in trainer.trainable.items()})},
+            {**trainer.params, **snapshot.restore({p: a.sharding for p, a in trainer.trainable.items()})},
             self.cluster.spec.num_layers,
         )
         micro = make_micro_batches(batch, np.zeros(len(batch)), self.config.rollout.temperature, self.cluster.geometry)
@@ -306,35 +377,20 @@ class Loop:
         groups: GroupAdvantages,
         result: StepResult,
     ) -> dict[str, Any]:
-        scored = [t for t in everything if t.failed is None]
-        rewards = np.asarray([t.reward for t in scored])
-        parts = {name: [t.rewards[name] for t in scored] for name in scored[0].rewards}
-        stats = self.cluster.engine.stats
         record: dict[str, Any] = {
             "step": number,
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
-            **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items()},
-            "completion_length": float(np.mean([len(t.completion_ids) for t in everything])),
             "policy_version": self.counters.version - 1,
             "syncs": self.counters.syncs,
             "groups/total": groups.groups,
             "groups/zero_variance": groups.zero_variance,
-            "rewards/failed": len(everything) - len(scored),
-            "tokens/generated": sum(len(t.completion_ids) for t in everything),
-            "finish/stop": sum(t.finish_reason == "stop" for t in everything),
-            "finish/length": sum(t.finish_reason == "length" for t in everything),
             "prompts/skipped": self.cluster.task.skipped,
-            "engine/passes": stats.passes,
-            "engine/cached_tokens": stats.cached_tokens,
-            "engine/preemptions": stats.preemptions,
-            "engine/drafted": stats.drafted,
-            "engine/accepted": stats.accepted,
-            "engine/padding": 1 - stats.rows / stats.padded_rows,
+            **rollout_numbers(everything),
+            **mean_kept_mass(batch),
             **result.metrics,
         }
-        if cut := [t.kept_logmass for t in batch if t.kept_logmass is not None]:
-            record["sampling/kept_mass"] = float(np.exp(np.concatenate(cut)).mean())
+        if self.cluster.local is not None:
+            before, self._engine_stats = self._engine_stats, replace(self.cluster.engine.stats)
+            record |= engine_numbers(before, self._engine_stats)
         if self.cluster.reference is not None:
             name = self.config.algorithm.kl_estimator
             record[f"kl/{name}"] = mean_kl(name, result.logprobs, batch)
@@ -379,21 +435,3 @@ class Loop:
         # The run's count of syncs, which a resume carries on, not that of the process.
         count = {"step": self.counters.step, "syncs": self.counters.syncs}
         self._receipts.write({**json.loads(receipt.to_json()), **count})
-
-
-def mean_kl(name: KLEstimator, logprobs: Sequence[np.ndarray | None], batch: Sequence[Trajectory]) -> float:
-    """Token mean of the KL estimate over the batch, from the trainer's and the reference's log-probabilities, each
-    weighted with the mass kept where ids were cut off (`losses.kl_estimate` says why).
-
-    In numpy: a batch has another number of tokens at each step, and jax would compile for each.
-    """
-    used = [(lp, t) for lp, t in zip(logprobs, batch, strict=True) if lp is not None]
-    policy = np.concatenate([lp for lp, _ in used]).astype(np.float64)
-    reference = np.concatenate([t.reference_logprobs for _, t in used if t.reference_logprobs is not None])
-    weight = np.concatenate([np.broadcast_to(kept_mass(t), len(lp)) for lp, t in used])
-    return float((weight * kl_estimate(name, policy, reference, np)).mean())
-
-
-def _sample_text(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> str:
-    """The first prompt's last line and its first completion, for people."""
-    return prompts[0].text.rsplit("\n", 1)[-1] + trajectories[0].text

@@ -95,7 +95,7 @@ def fixed_keys(config: Config) -> dict[str, str]:
     anyhow), under a constant learning rate the number of steps, and where model and data lie (it is their content that
     must be the same)."""
     free = {"run.name", "run.dir", "run.checkpoint_every", "model.name", "task.path", "task.folder", "reward.folder"}
-    free.add("rollout.warm_up")
+    free |= {f"rollout.{key}" for key in ("warm_up", "patience_s", "deadline_s", "url", "token_file")}
     if config.optim.schedule == "constant":
         free.add("run.steps")
     found = {
@@ -190,6 +190,7 @@ def cut_back(run_dir: Path, step: int) -> None:
     """Take back what the run wrote after the checkpoint of `step`."""
     metrics.truncate_after(run_dir / "metrics.jsonl", step)
     metrics.truncate_after(run_dir / "receipts.jsonl", step)
+    metrics.truncate_after(run_dir / "timeline.jsonl", step, reaches=False)
     store.truncate_after(run_dir / "trajectories", step)
 
 

@@ -11,7 +11,6 @@ from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import shardings
 from lockstep.config import Config
 from lockstep.models.spec import Leaf, ModelSpec
-from lockstep.rollout.engine import Engine
 from lockstep.sync.delta_files import DeltaFilesTransport
 from lockstep.sync.files_transport import FilesTransport
 from lockstep.sync.folder import FolderReplica
@@ -27,6 +26,7 @@ from lockstep.sync.verify import leaf_digests, tree_digest
 from lockstep.train.batching import Geometry, MicroBatch, make_micro_batches
 from lockstep.train.forward import score
 from lockstep.train.policy import TRAINABLE_DTYPE, sampler_dtype
+from lockstep.train.serving import Local
 from lockstep.types import Fingerprint, Trajectory
 
 PROBE_TOKENS = 16  # per sequence
@@ -39,24 +39,26 @@ def make_sync(
     leaves: Mapping[str, Leaf],
     sides: tuple[tuple[Programs, Mapping[str, jax.Array]], tuple[Programs, Mapping[str, jax.Array]]],
     installed: Mapping[str, jax.Array],
-    engine: Engine,
+    local: Local,
     base: Mapping[str, str],
 ) -> tuple[WeightSync, LocalReplica]:
     """The sync, and the sampler's replica of it. leaves: of what trains. sides: (programs, frozen weights) of actor and
-    rollout. installed: the rollout's trained leaves before the first version. base: digests of the frozen weights."""
+    rollout. installed: the rollout's trained leaves before the first version. local: the sampler, which takes versions
+    over as its update policy says. base: digests of the frozen weights."""
     (actor, actor_frozen), (rollout, rollout_frozen) = sides
     where, dtype = shardings(leaves, rollout.mesh), sampler_dtype(config)
     sampled = Scorer(rollout, rollout_frozen)
-    replica = LocalReplica(
+    replica = local.replica(
+        rollout.mesh,
         "rollout",
         installed,
         where,
         LocalTransport(),
-        install=lambda policy, tree: engine.install(policy, {**rollout_frozen, **tree}),
+        install=lambda policy, tree: local.install(policy, {**rollout_frozen, **tree}),
         score=sampled,
         base_digest=_base_digest(base if rollout_frozen is actor_frozen else leaf_digests(rollout_frozen)),
     )
-    routes = [Route.local(replica, None if dtype == TRAINABLE_DTYPE else _cast(leaves, dtype))]
+    routes = [local.service.route(Route.local(replica, None if dtype == TRAINABLE_DTYPE else _cast(leaves, dtype)))]
     if config.sync.folder is not None:
         routes.append(_folder(config, leaves, actor.spec).route())
     sync = WeightSync(
@@ -65,6 +67,7 @@ def make_sync(
         base=base,
         on_failure=config.sync.on_failure,
         deadline_s=config.sync.deadline_s,
+        drain_s=config.rollout.deadline_s if config.rollout.staleness else 0.0,
         staging_bytes=config.sync.staging_mib << 20,
         probe=_probe_maker(config, Scorer(actor, actor_frozen)),
     )

@@ -120,13 +120,20 @@ class Trainer:
         trajectories: Sequence[Trajectory],
         update_number: int,
         trunks: Sequence[jax.Array] | None = None,
+        stale: Mapping[int, np.ndarray | None] | None = None,
     ) -> StepResult:
         """One optimizer update from all micro-batches, which hold every trajectory that has tokens.
 
         update_number: how many came before (for the learning rate). trunks: what `trunks` returned for these batches;
-        without them the frozen layers are computed here. Raises, before any update, NumericsError where a record, a
-        log-probability or the gradient is not finite, MismatchError where record and trainer disagree in exact mode.
+        without them the frozen layers are computed here. stale: of each trajectory that other weights than these
+        sampled, its index and [T] log-probabilities recomputed under those, which its record is held against; None: it
+        is held against nothing. Raises, before any update, NumericsError where a record, a log-probability or the
+        gradient is not finite, MismatchError where record and trainer disagree in exact mode.
         """
+        stale = stale or {}
+        for i, recomputed in stale.items():
+            if recomputed is not None:
+                self._require_record(trajectories[i], recomputed, compared=True)
         weights = SplitWeights.of(self.params, self.programs.spec.num_layers)
         counted = [t for t in trajectories if len(t.completion_ids)]
         totals = Totals(np.float32(sum(len(t.completion_ids) for t in counted)), np.float32(len(counted)))
@@ -137,7 +144,7 @@ class Trainer:
         sums: dict[str, float] = {}
         for i, batch in enumerate(batches):
             trunk = trunks[i] if trunks is not None else None
-            metrics, more = self._micro_step(weights, batch, trunk, totals, trajectories, logprobs)
+            metrics, more = self._micro_step(weights, batch, trunk, totals, trajectories, logprobs, stale)
             grads = more if grads is None else self._add(grads, more)
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
@@ -153,10 +160,10 @@ class Trainer:
                 f'optim.lr or model.dtype = "float32"'
             )
         self.trainable, self.optimizer_state = self._update(grads, self.optimizer_state, self.trainable)
-        recorded = np.concatenate([trajectories[i].logprobs for i in used])
-        recomputed = np.concatenate([logprobs[i] for i in used])
-        sums |= mismatch(recorded, recomputed)
-        sums |= {"grad_norm": norm, "lr": float(self._schedule(update_number)), "tokens/trained": len(recorded)}
+        held = [(trajectories[i].logprobs, lp) for i in used if (lp := stale.get(i, logprobs[i])) is not None]
+        if held:
+            sums |= mismatch(np.concatenate([was for was, _ in held]), np.concatenate([now for _, now in held]))
+        sums |= {"grad_norm": norm, "lr": float(self._schedule(update_number)), "tokens/trained": int(totals.tokens)}
         return StepResult(sums, logprobs)
 
     def _micro_step(
@@ -167,6 +174,7 @@ class Trainer:
         totals: Totals,
         trajectories: Sequence[Trajectory],
         logprobs: list[np.ndarray | None],
+        stale: Mapping[int, np.ndarray | None],
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """(metrics, gradients): this micro-batch's shares. Its samples' log-probabilities are put into `logprobs`."""
         device = DeviceBatch.put(self.programs, batch)
@@ -177,38 +185,36 @@ class Trainer:
         picked = self.programs.pick(states[-1], device.at)
         logp = self.programs.logprobs(weights, picked, device.target, device.temperature)
         batch.scatter(np.asarray(logp), logprobs)
-        self._require_record(batch, trajectories, logprobs)
+        for i, _, _ in batch.spans:
+            recomputed = logprobs[i]
+            assert recomputed is not None
+            self._require_record(trajectories[i], recomputed, compared=i not in stale)
         tokens = Tokens(*self.programs.put_rows(tuple(batch.tokens)))
         (_, metrics), dlogp = self._loss(logp, tokens, totals)
         return metrics, backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer)
 
-    def _require_record(
-        self, batch: MicroBatch, trajectories: Sequence[Trajectory], logprobs: Sequence[np.ndarray | None]
-    ) -> None:
-        for i, _, _ in batch.spans:
-            recorded, recomputed = trajectories[i].logprobs, logprobs[i]
-            assert recomputed is not None
-            for name, values in (("trainer's", recomputed), ("recorded", recorded)):
-                if not np.isfinite(values).all():
-                    at = int(np.flatnonzero(~np.isfinite(values))[0])
-                    raise NumericsError(
-                        f"the {name} log-probability of token {at} of sample {trajectories[i].index} of "
-                        f"{trajectories[i].group_id!r} is {values[at]}; the weights it was computed with hold NaN or "
-                        f"infinity, or overflowed. No update was applied; resume from the newest checkpoint, with a "
-                        f"lower optim.lr"
-                    )
-            if self.exact and not np.array_equal(recorded.view(np.uint32), recomputed.view(np.uint32)):
-                at = int(np.flatnonzero(recorded.view(np.uint32) != recomputed.view(np.uint32))[0])
-                was, now = float(recorded[at]), float(recomputed[at])
-                cause = (
-                    "so far apart that the sampler's weights, temperature or tokens are not the trainer's"
-                    if abs(was - now) > ROUNDING
-                    else "so close that an operation's last bits depend on what is computed beside it: a fault of "
-                    "lockstep on this processor, please report it with the run's recipe.toml and environment.json"
+    def _require_record(self, t: Trajectory, recomputed: np.ndarray, *, compared: bool) -> None:
+        """compared: whether the weights are those that sampled it."""
+        recorded = t.logprobs
+        for name, values in (("trainer's", recomputed), ("recorded", recorded)):
+            if not np.isfinite(values).all():
+                at = int(np.flatnonzero(~np.isfinite(values))[0])
+                raise NumericsError(
+                    f"the {name} log-probability of token {at} of sample {t.index} of {t.group_id!r} is {values[at]}; "
+                    f"the weights it was computed with hold NaN or infinity, or overflowed. No update was applied; "
+                    f"resume from the newest checkpoint, with a lower optim.lr"
                 )
-                raise MismatchError(
-                    f"exact mode, but token {at} of sample {trajectories[i].index} of {trajectories[i].group_id!r} "
-                    f"(policy version {trajectories[i].versions[at]}) was recorded with log-probability {was:.9g} and "
-                    f"recomputed as {now:.9g}, {cause}. No update was applied. To go on with a measured mismatch set "
-                    'numerics.mode = "fast"'
-                )
+        if compared and self.exact and not np.array_equal(recorded.view(np.uint32), recomputed.view(np.uint32)):
+            at = int(np.flatnonzero(recorded.view(np.uint32) != recomputed.view(np.uint32))[0])
+            was, now = float(recorded[at]), float(recomputed[at])
+            cause = (
+                "so far apart that the sampler's weights, temperature or tokens are not the trainer's"
+                if abs(was - now) > ROUNDING
+                else "so close that an operation's last bits depend on what is computed beside it: a fault of "
+                "lockstep on this processor, please report it with the run's recipe.toml and environment.json"
+            )
+            raise MismatchError(
+                f"exact mode, but token {at} of sample {t.index} of {t.group_id!r} (policy version {t.versions[at]}) "
+                f"was recorded with log-probability {was:.9g} and recomputed as {now:.9g}, {cause}. No update was "
+                'applied. To go on with a measured mismatch set numerics.mode = "fast"'
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -116,7 +116,11 @@ def _opened(config: Config) -> Iterator[Loop]:
     """A fresh run's loop before its start, for tests that look between the steps."""
     cluster = build(config)
     run_dir = rundir.claim_run_dir(config)
-    with Progress(config, run_dir, quiet()) as progress, Loop(cluster, run_dir, progress) as loop:
+    with (
+        closing(cluster),
+        Progress(config, run_dir, quiet()) as progress,
+        Loop(cluster, run_dir, progress) as loop,
+    ):
         yield loop
 
 
@@ -134,7 +138,8 @@ class Left:
 
     def metrics(self, *without: str) -> list[dict[str, Any]]:
         records = read_jsonl(self.path / "metrics.jsonl").records
-        return [{k: v for k, v in r.items() if not k.startswith("time/") and k not in without} for r in records]
+        clock = ("time/", "idle/")
+        return [{k: v for k, v in r.items() if not k.startswith(clock) and k not in without} for r in records]
 
     def receipts(self) -> list[dict[str, Any]]:
         return [

@@ -19,10 +19,12 @@ from lockstep.errors import (
     ModelError,
     NumericsError,
     RewardError,
+    ServiceError,
 )
 from lockstep.metrics import read_jsonl
 from lockstep.models.hf import load_folder, save_folder
 from lockstep.models.init import init_params
+from lockstep.train.rollouts import consumable
 from lockstep.types import PolicyVersion
 
 
@@ -213,8 +215,17 @@ def test_trajectories_of_another_version_are_refused(kit, opened, tmp_path) -> N
         loop.start()
         cluster = loop.cluster
         cluster.engine.install(PolicyVersion(5, "0" * 32), {**cluster.rollout_frozen, **cluster.replica.installed})
-        with pytest.raises(FingerprintError, match="holds tokens of policy version 5; this step trains version 0"):
+        with pytest.raises(ServiceError, match=r"'data/0/2' of step 1 failed: .* computed it under version 5, .* v0:"):
             loop.step()
+
+
+def test_trajectories_of_a_version_that_is_not_there_yet_are_refused(kit, opened, tmp_path) -> None:
+    """A service that does not look at what its replicas say."""
+    with opened(kit.config(tmp_path)) as loop:
+        loop.start()
+        (first, *_), _ = consumable(loop._generate(1), 0, "fail")
+        with pytest.raises(FingerprintError, match="holds tokens of policy version 1; this step trains version 0"):
+            loop._accepted([replace(first, versions=first.versions + 1)])
 
 
 def test_stale_weights_under_the_right_number_are_found(kit, opened, tmp_path) -> None:

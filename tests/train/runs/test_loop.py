@@ -27,7 +27,9 @@ KEYS = {
     "finish/length", "mismatch/max_abs", "mismatch/k1", "mismatch/k3", "mismatch/ess", "mismatch/unequal_tokens",
     "loss", "ratio", "clip_fraction", "grad_norm", "lr", "time/generate_s", "time/score_s", "time/train_s",
     "time/sync_s", "time/wait_s", "time/step_s", "engine/passes", "engine/padding", "prompts/skipped",
-    "engine/cached_tokens", "engine/preemptions", "engine/drafted", "engine/accepted",
+    "engine/cached_tokens", "engine/preemptions", "engine/drafted", "engine/accepted", "time/rollout_s", "idle/actor",
+    "idle/rollout", "idle/reward", "staleness/mean", "staleness/max", "staleness/tokens", "dropped/stale",
+    "dropped/aborted", "dropped/failed",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import FingerprintError
+from lockstep.train.rollouts import consumable
 
 
 def test_a_cut_distribution_is_recorded_and_trained_on_exactly(kit, train, left, tmp_path) -> None:
@@ -25,8 +26,7 @@ def test_a_cut_distribution_is_recorded_and_trained_on_exactly(kit, train, left,
 def test_a_sample_that_says_it_was_cut_is_refused(kit, opened, tmp_path) -> None:
     with opened(kit.config(tmp_path, "--run.steps=1")) as loop:
         loop.start()
-        prompts = loop.cluster.task.prompts(0, 1)
-        done = loop._generate(prompts, 1)
+        done, _ = consumable(loop._generate(1), 0, "fail")
         assert loop._accepted(done) == done
         cut = replace(done[0], kept_logmass=np.zeros(len(done[0].logprobs), np.float32))
         with pytest.raises(FingerprintError, match="from a part of the vocabulary only"):

@@ -1,0 +1,66 @@
+"""A step's numbers, from what it sampled and trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from lockstep.algorithms.losses import KLEstimator, kl_estimate
+from lockstep.rollout.engine import EngineStats
+from lockstep.train.batching import kept_mass
+from lockstep.types import Prompt, Trajectory
+
+
+def rollout_numbers(everything: Sequence[Trajectory]) -> dict[str, Any]:
+    """Of everything that was sampled for a step, scored or not."""
+    scored = [t for t in everything if t.failed is None]
+    rewards = np.asarray([t.reward for t in scored])
+    parts = {name: [t.rewards[name] for t in scored] for name in scored[0].rewards}
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items()},
+        "completion_length": float(np.mean([len(t.completion_ids) for t in everything])),
+        "rewards/failed": len(everything) - len(scored),
+        "tokens/generated": sum(len(t.completion_ids) for t in everything),
+        "finish/stop": sum(t.finish_reason == "stop" for t in everything),
+        "finish/length": sum(t.finish_reason == "length" for t in everything),
+    }
+
+
+def engine_numbers(before: EngineStats, now: EngineStats) -> dict[str, float]:
+    """What an engine did between two looks at its totals; no padding where it made no pass."""
+    did = {f.name: getattr(now, f.name) - getattr(before, f.name) for f in fields(now)}
+    names = ("passes", "cached_tokens", "preemptions", "drafted", "accepted")
+    found: dict[str, float] = {f"engine/{name}": did[name] for name in names}
+    if did["padded_rows"]:
+        found["engine/padding"] = 1 - did["rows"] / did["padded_rows"]
+    return found
+
+
+def mean_kept_mass(batch: Sequence[Trajectory]) -> dict[str, float]:
+    """Of the tokens trained on, where ids were cut off."""
+    cut = [t.kept_logmass for t in batch if t.kept_logmass is not None]
+    return {"sampling/kept_mass": float(np.exp(np.concatenate(cut)).mean())} if cut else {}
+
+
+def mean_kl(name: KLEstimator, logprobs: Sequence[np.ndarray | None], batch: Sequence[Trajectory]) -> float:
+    """Token mean of the KL estimate over the batch, from the trainer's and the reference's log-probabilities, each
+    weighted with the mass kept where ids were cut off (`losses.kl_estimate` says why).
+
+    In numpy: a batch has another number of tokens at each step, and jax would compile for each.
+    """
+    used = [(lp, t) for lp, t in zip(logprobs, batch, strict=True) if lp is not None]
+    policy = np.concatenate([lp for lp, _ in used]).astype(np.float64)
+    reference = np.concatenate([t.reference_logprobs for _, t in used if t.reference_logprobs is not None])
+    weight = np.concatenate([np.broadcast_to(kept_mass(t), len(lp)) for lp, t in used])
+    return float((weight * kl_estimate(name, policy, reference, np)).mean())
+
+
+def sample_text(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> str:
+    """The first prompt's last line and its first completion, for people."""
+    prompt = next(p for p in prompts if p.id == trajectories[0].group_id)
+    return prompt.text.rsplit("\n", 1)[-1] + trajectories[0].text
