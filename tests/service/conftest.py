@@ -27,12 +27,14 @@ class Running:
     service: Any
     surface: Surface
     thread: ServerThread
+    clients: contextlib.ExitStack
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, **options)
+        return self.clients.enter_context(httpx.Client(base_url=self.url, timeout=20, **options))
 
     def openai(self, token: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0, timeout=20, **options)
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0, timeout=20, **options)
+        return self.clients.enter_context(client)
 
 
 Start = Callable[..., contextlib.AbstractContextManager[Running]]
@@ -58,8 +60,8 @@ def running(
     served = Served("tiny", tokenizer, tokenizer.vocab_size, service.max_positions, weights_dir=weights_dir)
     surface = Surface(service, service, served, limits or Limits(), tokens or AccessTokens())
     server = HttpServer(surface, 0, grace_s, "0.0.0")
-    with ServerThread(server) as thread:
-        yield Running(server.url, service, surface, thread)
+    with ServerThread(server) as thread, contextlib.ExitStack() as clients:
+        yield Running(server.url, service, surface, thread, clients)
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,14 @@ LEAST_LOGPROB = -9999.0  # what OpenAI writes for what JSON has no number for
 
 @dataclass(frozen=True)
 class Entry:
-    """A token's record. logprob: None where nothing predicts it. offset: characters of the text before it."""
+    """A token's record. logprob: None where nothing predicts it. offset: characters of the text before it. echoed: it
+    is one of the prompt's."""
 
     id: int
     logprob: float | None
     top: Top | None
     offset: int
+    echoed: bool = False
 
 
 class TokenTexts:
@@ -78,11 +80,15 @@ class Choice:
             self._text.append(self._cutter.push(piece))
 
     def finish(self, trajectory: Trajectory, take: bool = True) -> None:
-        """Its end, with tokens that were not pushed. take: False where they are not wanted (only the prompt is)."""
+        """Its end, with tokens that were not pushed, and the prompt's scores where they are asked for. take: False where
+        the tokens are not wanted, only the scores."""
         seen, ids, details = self._seen, trajectory.completion_ids.tolist(), trajectory.details
         if seen > len(ids):
             raise ServiceError(f"sample {self.index}: {seen} tokens were streamed, its record has {len(ids)}")
         self.trajectory = trajectory
+        if details is not None and details.prompt_logprobs is not None:
+            tokenizer, prompt, _, _ = self._made
+            self._entries[:0] = prompt_entries(tokenizer, prompt, details.prompt_logprobs.tolist())
         if not take:
             return
         tops = None
@@ -145,6 +151,6 @@ def prompt_entries(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[
     """The record of an echoed prompt."""
     detokeniser, found, length = Detokeniser(tokenizer), [], 0
     for token, logprob in zip(ids, logprobs, strict=True):
-        found.append(Entry(token, None if math.isnan(logprob) else logprob, None, length))
+        found.append(Entry(token, None if math.isnan(logprob) else logprob, None, length, echoed=True))
         length += len(detokeniser.push(token))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.service.http.calls import Call, carry_out
-from lockstep.service.http.choices import Choice, Entry, TokenTexts, completion_logprobs, prompt_entries
+from lockstep.service.http.choices import Choice, Entry, TokenTexts, completion_logprobs
 from lockstep.service.http.errors import bad
 from lockstep.service.http.exchange import Exchange
 from lockstep.service.http.fields import CompletionRequest
@@ -38,24 +38,12 @@ class CompletionShape:
         if self._body.logprobs is not None and ids:
             found["logprobs"] = completion_logprobs(entries, self._texts, self._body.logprobs)
         if self._body.return_token_ids and ids:
-            found["token_ids"] = [e.id for e in entries]
+            found["token_ids"] = [e.id for e in entries if not e.echoed]
         return found
-
-    def _scored_prompt(self, choice: Choice) -> list[Entry]:
-        """Records of the echoed prompt, where log-probabilities are asked for."""
-        if not (self._body.echo and self._body.logprobs is not None):
-            return []
-        assert choice.trajectory is not None and choice.trajectory.details is not None
-        scores = choice.trajectory.details.prompt_logprobs
-        assert scores is not None
-        return prompt_entries(self._texts.tokenizer, self._prompt(choice)[1], scores.tolist())
 
     def complete(self, choice: Choice, text: str, entries: list[Entry]) -> dict[str, Any]:
         before = self._prompt(choice)[0] if self._body.echo else ""
         found = self._choice(choice, before + text, entries, choice.finish_reason)
-        if scored := self._scored_prompt(choice):
-            assert self._body.logprobs is not None
-            found["logprobs"] = completion_logprobs([*scored, *entries], self._texts, self._body.logprobs)
         if self._body.return_token_ids:
             found["prompt_token_ids"] = self._prompt(choice)[1]
         return found
@@ -67,8 +55,7 @@ class CompletionShape:
         return found
 
     def delta(self, choice: Choice, text: str, entries: list[Entry]) -> dict[str, Any]:
-        # The prompt's records are known once it is finished, and then everything is sent at once.
-        return self._choice(choice, text, [*self._scored_prompt(choice), *entries], None)
+        return self._choice(choice, text, entries, None)
 
     def closing(self, choice: Choice, reason: str) -> dict[str, Any]:
         return self._choice(choice, "", [], reason, ids=False)
