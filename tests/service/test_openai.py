@@ -121,7 +121,9 @@ def test_logprobs_of_completions(server: Running, tokenizer: Tokenizer) -> None:
     assert record.tokens == list(choice.text) and record.text_offset == [0, 1, 2]
     assert record.token_logprobs == [logprob(1, t, i) for i, t in enumerate(choice.token_ids)]
     assert [len(t) for t in record.top_logprobs] == [2, 2, 2]
-    assert all(t[name] == p for t, name, p in zip(record.top_logprobs, record.tokens, record.token_logprobs, strict=True))
+    assert all(
+        t[name] == p for t, name, p in zip(record.top_logprobs, record.tokens, record.token_logprobs, strict=True)
+    )
     none = server.openai().completions.create(model="tiny", prompt="abcd", max_tokens=3, logprobs=0, seed=0)
     assert none.choices[0].logprobs is not None and none.choices[0].logprobs.top_logprobs is None
 
