@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -288,8 +289,6 @@ def test_a_connection_that_says_nothing_or_little_is_closed(start: Start) -> Non
 
 
 def body(**more: Any) -> bytes:
-    import json
-
     content = json.dumps({"prompt": "abc", "max_tokens": 4000, **more}).encode()
     return head(len(content)) + content
 

@@ -31,8 +31,10 @@ class Detokeniser:
         """The text that is certain with this token."""
         self._ids.append(token)
         text = self._decode(self._ids)[len(self._prefix) :]
+        # Where one byte of a run is missing, some decoders replace every byte of it, those of the prefix too.
+        most = INCOMPLETE + len(self._prefix.encode()) - len(self._prefix)
         stable = len(text)
-        while stable and len(text) - stable < INCOMPLETE and text[stable - 1] == "\ufffd":
+        while stable and len(text) - stable < most and text[stable - 1] == "\ufffd":
             stable -= 1
         new, certain = text[self._sent : stable], stable == len(text)
         if len(self._ids) - self._read >= LONGEST_HELD and not (certain and text):
