@@ -80,8 +80,8 @@ class Choice:
             self._text.append(self._cutter.push(piece))
 
     def finish(self, trajectory: Trajectory, take: bool = True) -> None:
-        """Its end, with tokens that were not pushed, and the prompt's scores where they are asked for. take: False where
-        the tokens are not wanted, only the scores."""
+        """Its end, with tokens that were not pushed, and the prompt's scores where they are asked for. take: False
+        where tokens are not wanted, only scores."""
         seen, ids, details = self._seen, trajectory.completion_ids.tolist(), trajectory.details
         if seen > len(ids):
             raise ServiceError(f"sample {self.index}: {seen} tokens were streamed, its record has {len(ids)}")
