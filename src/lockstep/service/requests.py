@@ -61,11 +61,13 @@ class Started:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens of one sample, in order, as sampled. logprobs: float32 values, one per id, as recorded."""
+    """New tokens of one sample, in order, as sampled. logprobs: float32 values, one per id, as recorded. top: per id
+    the likeliest (id, logprob), where the request asks for them and they are known already."""
 
     index: int
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True)

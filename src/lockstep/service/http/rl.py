@@ -1,0 +1,175 @@
+"""The verbs under /v1/rl/: tokens in, tokens out, with everything that was recorded; versions; pauses; status."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+
+from lockstep.service.controls import Source
+from lockstep.service.http import wire
+from lockstep.service.http.errors import HttpError, bad
+from lockstep.service.http.exchange import Exchange, policy_headers
+from lockstep.service.http.fields import (
+    AbortRequest,
+    CancelRequest,
+    CommitRequest,
+    GenerateRequest,
+    NothingRequest,
+    ScoreRequest,
+    StageRequest,
+)
+from lockstep.service.http.jobs import Job
+from lockstep.service.http.sampling import check_count, check_ids, rl_params
+from lockstep.service.http.surface import Surface
+from lockstep.service.requests import Ended, RolloutRequest, Started
+from lockstep.types import Prompt
+
+LINES = "application/x-ndjson"
+
+
+def prepare(surface: Surface, body: GenerateRequest, exchange: Exchange) -> RolloutRequest:
+    limits = surface.limits
+    check_count("tokens in a prompt", len(body.prompt_ids), limits.prompt_tokens, "prompt_ids")
+    check_count("samples in one call", len(body.seeds), limits.samples, "seeds")
+    check_ids(body.prompt_ids, surface.served, "prompt_ids")
+    return RolloutRequest(
+        Prompt(f"rl-{exchange.id}", "", tuple(body.prompt_ids)),
+        tuple(body.seeds),
+        rl_params(body, surface.served, limits),
+        group=body.group,
+        min_version=body.min_version,
+        stream=body.stream,
+        key=exchange.key,
+        queue_s=limits.queue_s if body.queue_s is None else min(body.queue_s, limits.queue_s),
+    )
+
+
+async def generate(surface: Surface, body: GenerateRequest, exchange: Exchange) -> None:
+    request = await surface.workers.start(prepare, surface, body, exchange)
+    job = Job([request])
+    try:
+        await job.admit(surface.workers)
+        surface.metrics.admitted(1)
+        said: dict[str, Any] = {"request_id": request.id, "id": body.id}
+        if body.stream:
+            await _lines(surface, request, job, exchange, said)
+        else:
+            await _whole(surface, request, job, exchange, said)
+    finally:
+        surface.workers.aside(job.close(surface.workers, "its client has left"))
+
+
+async def _whole(surface: Surface, request: RolloutRequest, job: Job, exchange: Exchange, said: dict[str, Any]) -> None:
+    version, headers = None, {}
+    while True:
+        for _, event in await job.take():
+            if isinstance(event, Started):
+                version, headers = event, policy_headers(event.version)
+            elif isinstance(event, Ended):
+                if event.outcome == "failed":
+                    raise HttpError(503, "service_error", event.reason)
+                answer = wire.event(event)
+                del answer["event"]
+                started = None if version is None else wire.policy(version.version)
+                replica = None if version is None else version.replica
+                _count(surface, request, event)
+                await exchange.json(said | {"policy": started, "replica": replica} | answer, headers=headers)
+                return
+
+
+async def _lines(surface: Surface, request: RolloutRequest, job: Job, exchange: Exchange, said: dict[str, Any]) -> None:
+    """One event per line, in order; the first says that it was admitted, the last how it ended."""
+    await exchange.start(200, LINES, {})
+    await exchange.write(to_json({"event": "admitted"} | said) + b"\n")
+    while True:
+        events = [event for _, event in await job.take(surface.limits.beat_s)]
+        data = b"".join(to_json(wire.event(e)) + b"\n" for e in events) or b'{"event":"waiting"}\n'
+        if events and isinstance(ended := events[-1], Ended):
+            _count(surface, request, ended)
+            await exchange.end(data)
+            return
+        await exchange.write(data)
+
+
+def _count(surface: Surface, request: RolloutRequest, ended: Ended) -> None:
+    tokens = sum(len(t.completion_ids) for t in ended.trajectories)
+    surface.metrics.sampled({"prompt_tokens": len(request.prompt.ids), "completion_tokens": tokens})
+
+
+async def cancel(surface: Surface, body: CancelRequest, exchange: Exchange) -> None:
+    await surface.workers.start(surface.service.cancel, body.request_id, body.reason)
+    await exchange.json({"request_id": body.request_id})
+
+
+async def score(surface: Surface, body: ScoreRequest, exchange: Exchange) -> None:
+    limits = surface.limits
+    check_count("sequences in one call", len(body.sequences), limits.samples, "sequences")
+    for sequence in body.sequences:
+        check_count("tokens in a sequence", len(sequence), min(limits.prompt_tokens, surface.served.max_positions),
+                    "sequences")  # fmt: skip
+        check_ids(sequence, surface.served, "sequences")
+    scored = await surface.workers.start_slow(surface.service.score, body.sequences, body.temperature)
+    results = [{"policy": wire.policy(version), "logprobs": wire.numbers(values)} for version, values in scored]
+    await exchange.json({"results": results})
+
+
+# -- versions, pauses --------------------------------------------------------------------------------------------------
+
+
+def _source(surface: Surface, body: StageRequest) -> Source:
+    kind, place = body.source.kind, body.source.place
+    if kind == "files":
+        return Source(kind, str(_inside(surface.served.weights_dir, place)))
+    pattern = r"[A-Za-z0-9._-]{1,200}" if kind == "shared_memory" else r"[A-Za-z0-9._-]{1,253}:[0-9]{1,5}"
+    if not re.fullmatch(pattern, place) or place.startswith("."):
+        expected = "the name of a segment" if kind == "shared_memory" else "host:port"
+        raise bad(f"source.place: expected {expected}, got {place!r:.100}", "source.place")
+    return Source(kind, place)
+
+
+def _inside(folder: Path | None, place: str) -> Path:
+    """The folder meant, links followed; HttpError unless it is inside `folder`."""
+    if folder is None:
+        raise HttpError(403, "no_weights_dir", "this server stages no files; it was started without --weights-dir")
+    outside = HttpError(403, "outside_weights_dir", "source.place is not a folder inside the server's --weights-dir")
+    if "\0" in place:
+        raise outside
+    try:
+        root = folder.resolve(strict=True)
+        path = (root / place).resolve(strict=True)
+    except (OSError, RuntimeError):  # not there, or links in a circle: nothing is said of what is outside
+        raise outside from None
+    if not path.is_relative_to(root) or not path.is_dir():
+        raise outside
+    return path
+
+
+async def stage(surface: Surface, body: StageRequest, exchange: Exchange) -> None:
+    source = await surface.workers.start(_source, surface, body)
+    await exchange.json(await surface.workers.start_slow(surface.controls.stage, source, body.number))
+
+
+async def commit(surface: Surface, body: CommitRequest, exchange: Exchange) -> None:
+    await exchange.json(await surface.workers.start_slow(surface.controls.commit, body.number, body.policy))
+
+
+async def abort_version(surface: Surface, body: AbortRequest, exchange: Exchange) -> None:
+    await exchange.json(await surface.workers.start_slow(surface.controls.abort_version, body.number))
+
+
+async def pause(surface: Surface, body: NothingRequest, exchange: Exchange) -> None:
+    await surface.workers.start_slow(surface.controls.pause)
+    await exchange.json({"paused": True})
+
+
+async def resume(surface: Surface, body: NothingRequest, exchange: Exchange) -> None:
+    await surface.workers.start_slow(surface.controls.resume)
+    await exchange.json({"paused": False})
+
+
+async def status(surface: Surface, body: None, exchange: Exchange) -> None:
+    now = await surface.workers.start(surface.service.status)
+    await exchange.json(wire.STATUS.dump_python(now, mode="json"))
