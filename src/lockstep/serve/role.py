@@ -21,15 +21,21 @@ from lockstep.models.catalog import LoadedModel
 from lockstep.models.decoder import Numerics
 from lockstep.models.quantise import AS_COMPUTED, Storage
 from lockstep.models.spec import Leaf, leaf_table
-from lockstep.rollout.draft_model import make_drafts
 from lockstep.rollout.engine import Engine, make_fingerprint
 from lockstep.rollout.generate import PAGE_SIZE, TILE_ROWS
-from lockstep.rollout.pool_size import head_shares, pages_of_recipe, pages_within, row_bytes
+from lockstep.rollout.pool_size import pages_within, row_bytes
 from lockstep.serve.spec import ServeSpec
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.transport import Transport
 from lockstep.sync.verify import leaf_digests, tree_digest
-from lockstep.train.assembly import initial_trainable, longest_sequence, make_numerics, make_sampling, make_storage
+from lockstep.train.assembly import (
+    initial_trainable,
+    longest_sequence,
+    make_engine,
+    make_numerics,
+    make_sampling,
+    make_storage,
+)
 from lockstep.train.policy import split_leaves
 from lockstep.train.syncing import Scorer
 from lockstep.types import Fingerprint, SamplingParams
@@ -160,28 +166,4 @@ def _engine(spec: ServeSpec, served: Served, programs: Programs, say: Callable[[
             programs, slots=spec.slots, max_positions=longest, num_pages=pages, decode=decode,
             decode_steps=spec.decode_steps, fingerprint=fingerprint,
         )  # fmt: skip
-    rollout = config.rollout
-    shares = head_shares(config, model.spec)
-    drafts = make_drafts(
-        rollout.speculation,
-        rollout.draft_model,
-        tokenizer,
-        programs,
-        slots=rollout.slots,
-        max_positions=longest,
-        say=say,
-    )
-    return Engine(
-        programs,
-        slots=rollout.slots,
-        max_positions=longest,
-        num_pages=pages_of_recipe(rollout, model.spec, config.model.dtype, longest, shares),
-        max_waiting=rollout.max_waiting,
-        swap=rollout.swap,
-        decode_steps=rollout.decode_steps,
-        storage=storage,
-        decode=decode,
-        drafts=drafts,
-        draft_tokens=rollout.draft_tokens,
-        fingerprint=fingerprint,
-    )
+    return make_engine(config, model, programs, longest, fingerprint, say)

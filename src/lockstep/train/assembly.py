@@ -43,9 +43,10 @@ from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
+from lockstep.train.remote import Remote
 from lockstep.train.serving import Local, queue_bound
 from lockstep.train.stale import versions_kept
-from lockstep.train.syncing import make_sync
+from lockstep.train.syncing import make_remote_sync, make_sync, remote_mapping
 from lockstep.train.trainer import Trainer
 from lockstep.types import Fingerprint, SamplingParams
 
@@ -63,9 +64,9 @@ class Reference:
 
 @dataclass
 class Cluster:
-    """Everything a step needs. rollouts: the rollout role; local: it too, where it is in this process. replica: holds
-    the rollout role's trainable leaves, as last published; rollout_frozen: its other leaves. model_digest: of the
-    weights that the run started from, an adapter not included."""
+    """Everything a step needs. rollouts: the rollout role. local: it too, where it is in this process; then own_replica
+    holds its trainable leaves, as last published, and rollout_frozen its other leaves. remote: it too, where it is
+    behind `rollout.url`. model_digest: of the weights that the run started from, an adapter not included."""
 
     config: Config
     task: Task
@@ -77,11 +78,12 @@ class Cluster:
     geometry: Geometry
     rollouts: Rollouts
     local: Local | None
+    remote: Remote | None
     sampling: SamplingParams
     fingerprint: Fingerprint
     reference: Reference | None
     sync: WeightSync
-    replica: LocalReplica
+    own_replica: LocalReplica | None
     rollout_frozen: Mapping[str, jax.Array]
     source: str
     model_digest: str
@@ -92,10 +94,17 @@ class Cluster:
         assert self.local is not None, "the rollout role is in another process"
         return self.local.engine
 
+    @property
+    def replica(self) -> LocalReplica:
+        """The sampler's leaves that train, where it is in this process."""
+        assert self.own_replica is not None, "the rollout role is in another process"
+        return self.own_replica
+
     def close(self) -> None:
         """End what runs beside the caller's thread; a second call does nothing."""
-        if self.local is not None:
-            self.local.close()
+        for role in (self.local, self.remote):
+            if role is not None:
+                role.close()
 
 
 def make_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
@@ -171,42 +180,13 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
     task = make_task(config.task, model.tokenizer, config.run.seed)
     leaves = split_leaves(config, model.spec)
     sampling = make_sampling(config, model.tokenizer)
-    longest = longest_sequence(config, model.spec)
+    longest_sequence(config, model.spec)  # one that is too long is said before anything is placed
     trainer = _trainer(config, dial, model, leaves)
     base_digests = leaf_digests(trainer.frozen)
-    rollout, rollout_frozen, installed = _on_rollout(config, dial, model, leaves, trainer, base_digests)
-    storage = make_storage(config)
-    fingerprint = make_fingerprint(
-        model.tokenizer, sampling, rollout.num, device_kinds(list(rollout.mesh.devices.flat)), storage
-    )
-    engine = Engine(
-        rollout,
-        slots=config.rollout.slots,
-        max_positions=longest,
-        num_pages=pages_of_recipe(
-            config.rollout, model.spec, config.model.dtype, longest, head_shares(config, model.spec)
-        ),
-        max_waiting=queue_bound(config.rollout, rollout.row_shards),
-        swap=config.rollout.swap,
-        decode_steps=config.rollout.decode_steps,
-        storage=storage,
-        decode=partial(model.tokenizer.decode, skip_special=False),
-        drafts=make_drafts(
-            config.rollout.speculation,
-            config.rollout.draft_model,
-            model.tokenizer,
-            rollout,
-            slots=config.rollout.slots,
-            max_positions=longest,
-            say=say,
-        ),
-        draft_tokens=config.rollout.draft_tokens,
-        fingerprint=fingerprint,
+    role = (_rollout_here if config.rollout.url is None else _rollout_elsewhere)(
+        config, dial, model, leaves, trainer, base_digests, sampling, say
     )
     reference_weights = trainer.frozen or trainer.trainable
-    sides = (trainer.programs, trainer.frozen), (rollout, rollout_frozen)
-    local = Local.start(config.rollout, engine)
-    sync, replica = make_sync(config, leaves.trains, sides, installed, local, base_digests)
     return Cluster(
         config=config,
         task=task,
@@ -216,16 +196,105 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         dial=dial,
         trainer=trainer,
         geometry=_geometry(config, trainer.programs),
-        rollouts=local.service,
-        local=local,
+        rollouts=role.rollouts,
+        local=role.local,
+        remote=role.remote,
         sampling=sampling,
-        fingerprint=fingerprint,
-        reference=_reference(config, dial, model, (trainer.programs, reference_weights), (rollout, rollout_frozen)),
-        sync=sync,
-        replica=replica,
-        rollout_frozen=rollout_frozen,
+        fingerprint=role.fingerprint,
+        reference=_reference(config, dial, model, (trainer.programs, reference_weights), (role.programs, role.frozen)),
+        sync=role.sync,
+        own_replica=role.replica,
+        rollout_frozen=role.frozen,
         source=model.source,
         model_digest=tree_digest(base_digests or leaf_digests(trainer.trainable)),
+    )
+
+
+@dataclass(frozen=True)
+class _RolloutRole:
+    """As the fields of `Cluster`. programs, frozen: of the sampler here; the actor's and none where it is elsewhere."""
+
+    rollouts: Rollouts
+    sync: WeightSync
+    fingerprint: Fingerprint
+    programs: Programs
+    frozen: Mapping[str, jax.Array]
+    local: Local | None = None
+    remote: Remote | None = None
+    replica: LocalReplica | None = None
+
+
+def _rollout_here(
+    config: Config,
+    dial: Dial,
+    model: LoadedModel,
+    leaves: LeafSplit,
+    trainer: Trainer,
+    base_digests: Mapping[str, str],
+    sampling: SamplingParams,
+    say: Callable[[str], None] | None,
+) -> _RolloutRole:
+    """An engine in this process."""
+    rollout, frozen, installed = _on_rollout(config, dial, model, leaves, trainer, base_digests)
+    longest, storage = longest_sequence(config, model.spec), make_storage(config)
+    fingerprint = make_fingerprint(
+        model.tokenizer, sampling, rollout.num, device_kinds(list(rollout.mesh.devices.flat)), storage
+    )
+    engine = make_engine(config, model, rollout, longest, fingerprint, say)
+    local = Local.start(config.rollout, engine)
+    sides = (trainer.programs, trainer.frozen), (rollout, frozen)
+    sync, replica = make_sync(config, leaves.trains, sides, installed, local, base_digests)
+    return _RolloutRole(local.service, sync, fingerprint, rollout, frozen, local=local, replica=replica)
+
+
+def _rollout_elsewhere(
+    config: Config,
+    dial: Dial,
+    model: LoadedModel,
+    leaves: LeafSplit,
+    trainer: Trainer,
+    base_digests: Mapping[str, str],
+    sampling: SamplingParams,
+    say: Callable[[str], None] | None,
+) -> _RolloutRole:
+    """The service at `rollout.url`. What it samples with must be what the same recipe would sample with here."""
+    kinds = device_kinds(list(trainer.programs.mesh.devices.flat))
+    fingerprint = make_fingerprint(model.tokenizer, sampling, trainer.programs.num, kinds, make_storage(config))
+    remote = Remote.connect(config.rollout, remote_mapping(config, leaves.trains), say)
+    try:
+        sync = make_remote_sync(config, leaves.trains, (trainer.programs, trainer.frozen), remote, base_digests)
+    except BaseException:
+        remote.close()
+        raise
+    return _RolloutRole(remote.rollouts, sync, fingerprint, trainer.programs, {}, remote=remote)
+
+
+def make_engine(
+    config: Config,
+    model: LoadedModel,
+    rollout: Programs,
+    longest: int,
+    fingerprint: Fingerprint,
+    say: Callable[[str], None] | None,
+) -> Engine:
+    """The sampler of a recipe. longest: positions of one sequence at most."""
+    wanted, tokenizer = config.rollout, model.tokenizer
+    drafts = make_drafts(
+        wanted.speculation, wanted.draft_model, tokenizer, rollout, slots=wanted.slots, max_positions=longest, say=say
+    )
+    return Engine(
+        rollout,
+        slots=wanted.slots,
+        max_positions=longest,
+        num_pages=pages_of_recipe(wanted, model.spec, config.model.dtype, longest, head_shares(config, model.spec)),
+        max_waiting=queue_bound(wanted, rollout.row_shards),
+        swap=wanted.swap,
+        decode_steps=wanted.decode_steps,
+        storage=make_storage(config),
+        decode=partial(tokenizer.decode, skip_special=False),
+        drafts=drafts,
+        draft_tokens=wanted.draft_tokens,
+        fingerprint=fingerprint,
     )
 
 
@@ -352,11 +421,12 @@ def bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
             "gradients": 2 * trained,
             snapshot_column(dial.mesh("actor").devices.flat[0]): versions_kept(cluster.config.rollout) * trained,
         },
-        "rollout": {"kv": cluster.engine.kv_bytes_per_device()},
     }
-    if cluster.engine.storage.weights == "int8":  # made with the first version, so not there to be measured yet
-        held["rollout"]["int8 matrices"] = int8_bytes(cluster.engine.programs.leaves, dial.role("rollout").axes)
-    if not dial.colocated("actor", "rollout"):
+    if cluster.local is not None:
+        held["rollout"] = {"kv": cluster.engine.kv_bytes_per_device()}
+        if cluster.engine.storage.weights == "int8":  # made with the first version, so not there to be measured yet
+            held["rollout"]["int8 matrices"] = int8_bytes(cluster.engine.programs.leaves, dial.role("rollout").axes)
+    if cluster.own_replica is not None and not dial.colocated("actor", "rollout"):
         held["rollout"]["parameters"] = device_bytes((cluster.rollout_frozen, cluster.replica.installed))
         held["rollout"]["staged"] = device_bytes(cluster.replica.installed)
     if cluster.reference is not None:

@@ -325,6 +325,9 @@ class Loop:
     def _publish(self, version: int) -> SyncReceipt:
         """New weights to the sampler: staged, verified where they landed, then served. The snapshot follows them."""
         cluster = self.cluster
+        if cluster.remote is not None:
+            for name in cluster.remote.take_back(cluster.sync):
+                self.progress.event(f"replica {name} is there again: it gets version {version}")
         with self.watchdog.watching(
             lambda: (
                 f"version {version} is not served yet: {self.batches.open} groups of later steps are under way; "

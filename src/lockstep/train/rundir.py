@@ -21,7 +21,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
 from lockstep.models.fetch import cache_dir
 from lockstep.sync.receipt import Counters
-from lockstep.train.assembly import Cluster, bytes_per_role
+from lockstep.train.assembly import Cluster, bytes_per_role, make_storage
 from lockstep.types import Fingerprint
 
 
@@ -81,7 +81,7 @@ def write_head(run_dir: Path, config: Config, cluster: Cluster) -> None:
         "environment": {
             "model": cluster.source,
             "numerics": config.numerics.mode,
-            "sampler": str(cluster.engine.storage),
+            "sampler": str(make_storage(config)),
             **{f"fingerprint of {name}": value for name, value in vars(cluster.fingerprint).items()},
         }
     }

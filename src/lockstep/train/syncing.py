@@ -26,6 +26,7 @@ from lockstep.sync.verify import leaf_digests, tree_digest
 from lockstep.train.batching import Geometry, MicroBatch, make_micro_batches
 from lockstep.train.forward import score
 from lockstep.train.policy import TRAINABLE_DTYPE, sampler_dtype
+from lockstep.train.remote import Remote
 from lockstep.train.serving import Local
 from lockstep.types import Fingerprint, Trajectory
 
@@ -72,6 +73,34 @@ def make_sync(
         probe=_probe_maker(config, Scorer(actor, actor_frozen)),
     )
     return sync, replica
+
+
+def make_remote_sync(
+    config: Config,
+    leaves: Mapping[str, Leaf],
+    actor: tuple[Programs, Mapping[str, jax.Array]],
+    remote: Remote,
+    base: Mapping[str, str],
+) -> WeightSync:
+    """To every replica of the service. They hold what trains in the type that they compute in."""
+    routes = remote.routes()
+    if config.sync.folder is not None:
+        routes.append(_folder(config, leaves, actor[0].spec).route())
+    return WeightSync(
+        leaves,
+        routes,
+        base=base,
+        on_failure=config.sync.on_failure,
+        deadline_s=config.sync.deadline_s,
+        drain_s=config.rollout.deadline_s,
+        staging_bytes=config.sync.staging_mib << 20,
+        probe=_probe_maker(config, Scorer(*actor)),
+    )
+
+
+def remote_mapping(config: Config, leaves: Mapping[str, Leaf]) -> FormatMap | None:
+    """From the trainer's leaves to a served replica's."""
+    return None if config.model.dtype == TRAINABLE_DTYPE else _cast(leaves, config.model.dtype)
 
 
 def _base_digest(leaves: Mapping[str, str]) -> str:
