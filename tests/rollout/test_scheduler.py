@@ -69,10 +69,17 @@ class Driver:
         self.scheduler.settle()
         return self.scheduler.schedule(self.lanes.next().number)
 
-    def one_pass(self) -> list[Sequence]:
+    def run_lanes(self, steps: dict[int, int], passes: int) -> list[int]:
+        """Lanes of so many passes, each of which counts as so many steps of its lane."""
+        for _ in range(passes):
+            self.one_pass(steps)
+        return self.ran[-passes:]
+
+    def one_pass(self, steps: dict[int, int] | None = None) -> list[Sequence]:
         scheduler = self.scheduler
         work = self.plan()
         lane = self.lanes.ran
+        self.lanes.took((steps or {}).get(lane, 1))
         assert work.rows, "busy, but nothing to run: the requests under way would wait for ever"
         oldest = next(s for s in scheduler.running if s.group.lane == lane)
         assert oldest.group.ready or any(r.kind == "prompt" for r in work), "the oldest of its lane got no row"
@@ -436,6 +443,19 @@ def test_lanes_take_turns_and_share_nothing_but_room() -> None:
     assert driver.scheduler.take_counts()["cached_tokens"] == 0
     assert [lane.pages for lane in driver.lanes.take_retired()] == [4, 4, 4] and len(driver.lanes) == 1
     assert driver.scheduler.check_integrity() == (80, 0, 0, 80), "all three have ended, and with them what is cached"
+
+
+def test_lanes_share_steps_not_looks_and_save_up_none() -> None:
+    """A lane that takes four steps at a look waits for four looks of one; lanes that come later owe and are owed
+    nothing."""
+    driver = Driver(Scheduler(8, 80, 4, 64))
+    for number in range(2):
+        driver.scheduler.submit(plain(number, (1, 2), new_tokens=40))
+        driver.install()
+    steps = {0: 4}
+    assert driver.run_lanes(steps, 10) == [0, 1, 1, 1, 1, 0, 1, 1, 1, 1]
+    driver.scheduler.submit(plain(2, (1, 2), new_tokens=40))
+    assert driver.run_lanes(steps, 9).count(2) == 4 and driver.ran[-9:].count(0) == 1
 
 
 @pytest.mark.parametrize("swap", [None, lambda rows: True])

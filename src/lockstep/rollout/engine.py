@@ -304,6 +304,7 @@ class Engine:
         work = [shard.schedule(lane.number) for shard in self._shards]
         self._swap(work)
         steps = min(ahead.steps_ahead(s, w, self.decode_steps) for s, w in zip(self._shards, work, strict=True))
+        self._lanes.took(steps)
         start = time.perf_counter()
         finished = self._run_ahead(lane, work, steps) if steps > 1 else self._run_once(lane, work)
         seconds = (time.perf_counter() - start) / steps

@@ -26,11 +26,13 @@ KEPT = 256  # retired lanes that `take_retired` has not been asked for
 
 @dataclass(eq=False)
 class Lane:
-    """One installed policy. number: of the install, from 0."""
+    """One installed policy. number: of the install, from 0. turn: of steps, as `Lanes.next` counts them, when it may go
+    on."""
 
     number: int
     version: PolicyVersion
     weights: SplitWeights
+    turn: int = 0
 
 
 class RetiredLane(NamedTuple):
@@ -43,14 +45,6 @@ class RetiredLane(NamedTuple):
     pages: int
 
 
-def next_lane(shards: Iterable[Scheduler], last: int) -> int:
-    """Number of the lane of the next pass, after one of lane `last`: those in which a sample runs on any device take
-    turns."""
-    found = sorted({seq.group.lane for shard in shards for seq in shard.running})
-    assert found, "busy, but nothing to run: the requests under way would wait for ever"
-    return next((number for number in found if number > last), found[0])
-
-
 class Lanes:
     """Lanes of the engine whose devices' schedulers are `shards`, oldest first; the newest gets what is submitted."""
 
@@ -59,6 +53,7 @@ class Lanes:
         self._lanes: dict[int, Lane] = {}
         self._numbers = itertools.count()
         self._retired: deque[RetiredLane] = deque(maxlen=KEPT)
+        self._turn = 0  # of the last pass
         self.ran = -1  # number of the last pass's lane
 
     def __len__(self) -> int:
@@ -84,9 +79,20 @@ class Lanes:
         self.retire()
 
     def next(self) -> Lane:
-        """The lane of the next pass."""
-        self.ran = next(iter(self._lanes)) if len(self._lanes) == 1 else next_lane(self._shards, self.ran)
-        return self._lanes[self.ran]
+        """The lane of the next pass. Those in which a sample runs on any device share the steps evenly; one that had
+        nothing to run meanwhile gets none for it (start-time fair queueing, Goyal et al. 1996, with equal weights)."""
+        found = list(self._lanes)
+        if len(found) > 1:
+            found = sorted({seq.group.lane for shard in self._shards for seq in shard.running})
+            assert found, "busy, but nothing to run: the requests under way would wait for ever"
+        lane = min((self._lanes[number] for number in found), key=lambda lane: max(lane.turn, self._turn))
+        self._turn = lane.turn = max(lane.turn, self._turn)
+        self.ran = lane.number
+        return lane
+
+    def took(self, steps: int) -> None:
+        """The pass of the lane that `next` chose is of so many steps."""
+        self._lanes[self.ran].turn += steps
 
     def retire(self) -> None:
         """Let go of lanes that nobody is under way on, but for the newest."""

@@ -16,7 +16,7 @@ Progress. Sequences are numbered as they are started; a running one is older tha
 than every one not started: preemption takes the youngest, and nothing is started while a preempted one waits. In every
 pass of its lane the oldest running sequence gets a row: while it decodes it has one by right (`max_rows >= slots`);
 while it or its prompt is being filled in, it has a slot that decodes nothing, so a row is left, and rows are given
-oldest first. Lanes in which something runs take turns (`lanes.next_lane`), so its lane's pass comes. Pages it always
+oldest first. Lanes in which something runs take turns (`Lanes.next`), so its lane's pass comes. Pages it always
 gets, in passes of other lanes too: it may preempt all others, an idle group gives its prompt back, every cached page
 can be had, and `check` refuses what does not fit into the pool by itself. So the oldest finishes, then the next: no
 request waits for ever.
@@ -137,8 +137,7 @@ class Scheduler:
 
     def open_samples(self, prompt_id: str) -> list[Sequence]:
         """Samples of a prompt that were started and are not finished."""
-        group = self.groups.get(prompt_id)
-        return [] if group is None else [*group.running, *(s for s in self.preempted if s.group is group)]
+        return [s for s in (*self.running, *self.preempted) if s.group is self.groups.get(prompt_id)]
 
     # -- who runs ----------------------------------------------------------------------------------------------------
 
@@ -239,8 +238,8 @@ class Scheduler:
     # -- one pass ----------------------------------------------------------------------------------------------------
 
     def schedule(self, lane: int) -> Pass:
-        """The next pass, of this lane, after `settle`: a row per decoding sequence, then chunks of prompts, and of
-        tokens to run again, oldest first while there is room. A pass that failed is scheduled again as it was."""
+        """The next pass of a lane, after `settle`: a row per decoding sequence, then chunks of prompts, and of tokens to
+        run again, oldest first while there is room. A pass that failed is scheduled again as it was."""
         rows: list[Row] = []
         filling: dict[int, GroupWork | Sequence] = {}
         late: dict[int, GroupWork] = {}
