@@ -22,6 +22,7 @@ from lockstep.cli.models import add_generate, add_models
 from lockstep.cli.plan import add_plan
 from lockstep.cli.results import add_results
 from lockstep.cli.run import add_keys, add_run, split_run_words
+from lockstep.cli.serve import add_serve
 from lockstep.errors import LockstepError
 from lockstep.text import visible
 
@@ -108,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_run(add)
     add_models(add, common)
     add_generate(add)
+    add_serve(add)
     add_plan(add)
     add_audit(add)
     add_keys(add)

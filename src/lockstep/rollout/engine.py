@@ -266,7 +266,7 @@ class Engine:
     def open_samples(self, prompt_id: str) -> list[OpenSample]:
         """What has been drawn of a prompt's samples that were started and are not finished, in no order."""
         found = [seq for shard in self._shards for seq in shard.open_samples(prompt_id)]
-        return [OpenSample(seq.index, seq.tokens, seq.logprobs) for seq in found]
+        return [OpenSample(seq.index, seq.tokens, seq.logprobs, seq.top) for seq in found]
 
     def generate(
         self, prompts: Iterable[Prompt], seeds: Mapping[str, Sequence[int]], params: SamplingParams

@@ -165,3 +165,4 @@ class OpenSample:
     index: int
     tokens: List[int]
     logprobs: List[float]
+    top: List[Likeliest]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from lockstep.service.requests import UpdatePolicy
+from lockstep.service.requests import Outcome, UpdatePolicy
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Controls(Protocol):
         """Forget the staged version. Raises SyncError where it is not staged."""
         ...
 
-    def close(self, deadline_s: float) -> dict[str, Any]:
-        """Admit nothing more, finish what is under way within deadline_s, cancel the rest. Answers what was in flight
-        and how it ended."""
+    def close(self, deadline_s: float) -> Mapping[Outcome, Sequence[str]]:
+        """Admit nothing more, finish what is under way within deadline_s, cancel the rest. Returns the requests that
+        were in flight, by how they ended."""
         ...
 
 

@@ -59,6 +59,9 @@ class Started:
     replica: str
 
 
+Top = tuple[tuple[tuple[int, float], ...], ...]
+
+
 @dataclass(frozen=True)
 class Tokens:
     """New tokens of one sample, in order, as sampled. logprobs: float32 values, one per id, as recorded. top: per id
@@ -67,7 +70,7 @@ class Tokens:
     index: int
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top: Top = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,15 @@ class Ended:
     trajectories: tuple[Trajectory, ...] = ()
     reason: str = ""
     policy: PolicyVersion | None = None
+
+
+def likeliest(trajectory: Trajectory, first: int = 0) -> Top:
+    """`Tokens.top` of a sample's tokens from `first` on."""
+    d = trajectory.details
+    if d is None or d.top_ids is None or d.top_logprobs is None:
+        return ()
+    rows = zip(d.top_ids[first:].tolist(), d.top_logprobs[first:].tolist(), strict=True)
+    return tuple(tuple(zip(ids, logprobs, strict=True)) for ids, logprobs in rows)
 
 
 ClientEvent = Started | Tokens | Ended

@@ -43,6 +43,7 @@ from lockstep.service.requests import (
     UpdatePolicy,
     Worker,
     WorkerEvent,
+    likeliest,
 )
 from lockstep.service.served import ServedReplica
 from lockstep.service.state import Effect, End, Send
@@ -299,7 +300,8 @@ class RolloutService:
         if client.request.stream:
             for t in trajectories:
                 came = client.came.get(t.index, 0)
-                rest = Tokens(t.index, tuple(map(int, t.completion_ids[came:])), tuple(map(float, t.logprobs[came:])))
+                ids, logprobs = t.completion_ids[came:].tolist(), t.logprobs[came:].tolist()
+                rest = Tokens(t.index, tuple(ids), tuple(logprobs), likeliest(t, came))
                 if rest.ids and not self._show(request_id, rest):
                     return
         self._apply(self.protocol.finished(name, request_id), trajectories, request_id)
@@ -324,7 +326,7 @@ class RolloutService:
         client.came[tokens.index] = came + len(tokens.ids)
         if new := tokens.ids[len(known) :]:
             shown += new
-            self._tell(client, Tokens(tokens.index, new, tokens.logprobs[len(known) :]))
+            self._tell(client, Tokens(tokens.index, new, tokens.logprobs[len(known) :], tokens.top[len(known) :]))
         return True
 
     # -- effects -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,9 @@ from lockstep.service.requests import (
     Retired,
     RolloutRequest,
     Tokens,
+    Top,
     WorkerEvent,
+    likeliest,
 )
 from lockstep.types import PolicyVersion, Trajectory
 
@@ -285,7 +287,9 @@ class EngineWorker:
             return
         for request_id, going in self._streamed.items():
             for sample in self._engine.open_samples(request_id):
-                self._stream(going, sample.index, sample.tokens, sample.logprobs)
+                first = going.sent.get(sample.index, 0)
+                top = tuple(tuple(zip(i.tolist(), p.tolist(), strict=True)) for i, p in sample.top[first:])
+                self._stream(going, sample.index, sample.tokens, sample.logprobs, top)
         for t in finished:
             self._sample_ended(t)
 
@@ -293,18 +297,19 @@ class EngineWorker:
         request_id = t.group_id
         going = self._open[request_id]
         if request_id in self._streamed:
-            self._stream(going, t.index, t.completion_ids.tolist(), t.logprobs.tolist())
+            top = likeliest(t, going.sent.get(t.index, 0))
+            self._stream(going, t.index, t.completion_ids.tolist(), t.logprobs.tolist(), top)
         going.done[t.index] = self._read(t)
         if len(going.done) == len(going.request.seeds):
             self._forget(request_id)
             self._emit(Finished(request_id, tuple(going.done[i] for i in sorted(going.done))))
 
-    def _stream(self, going: _Open, index: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Emit what of a sample's tokens was not emitted yet."""
+    def _stream(self, going: _Open, index: int, ids: Sequence[int], logprobs: Sequence[float], top: Top) -> None:
+        """Emit what of a sample's tokens was not emitted yet. top: of those only."""
         first = going.sent.get(index, 0)
         if len(ids) > first:
             going.sent[index] = len(ids)
-            self._emit(Progress(going.request.id, Tokens(index, tuple(ids[first:]), tuple(logprobs[first:]))))
+            self._emit(Progress(going.request.id, Tokens(index, tuple(ids[first:]), tuple(logprobs[first:]), top)))
 
     def _read(self, t: Trajectory) -> Trajectory:
         return t if self._decode is None else replace(t, text=self._decode(t.completion_ids.tolist()))

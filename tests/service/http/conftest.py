@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from lockstep.models.tokenizer import Tokenizer
-from lockstep.service.http.server import HttpServer, ServerThread
+from lockstep.service.http.server import HttpServer, ServerThread, bind
 from lockstep.service.http.settings import AccessTokens, Limits, Served
 from lockstep.service.http.surface import Surface
 
@@ -59,7 +59,7 @@ def running(
     service = service or FakeService(decode=decode)
     served = Served("tiny", tokenizer, tokenizer.vocab_size, service.max_positions, weights_dir=weights_dir)
     surface = Surface(service, service, served, limits or Limits(), tokens or AccessTokens())
-    server = HttpServer(surface, 0, grace_s, "0.0.0")
+    server = HttpServer(surface, bind("127.0.0.1", 0), grace_s, "0.0.0")
     with ServerThread(server) as thread, contextlib.ExitStack() as clients:
         yield Running(server.url, service, surface, thread, clients)
 

@@ -20,6 +20,7 @@ from lockstep.service.requests import (
     Ended,
     EngineStatus,
     OnEvent,
+    Outcome,
     ReplicaStatus,
     RolloutRequest,
     ServiceStatus,
@@ -77,7 +78,8 @@ class FakeService:
         self.lock = threading.RLock()
         self.under_way: dict[str, Under] = {}
         self.seen: list[RolloutRequest] = []
-        self.ended = {"finished": 0, "aborted": 0, "failed": 0}
+        self.ended: dict[Outcome, int] = {"finished": 0, "aborted": 0, "failed": 0}
+        self.ends: dict[Outcome, list[str]] = {}
         self.reasons: dict[str, int] = {}
         self.fail_with: str | None = None
         self.before_token: Callable[[RolloutRequest, int, int], None] | None = None
@@ -122,8 +124,8 @@ class FakeService:
             staged = None if self.staged is None else version_of(self.staged)
             replica = ReplicaStatus("replica/0", True, self.version, staged, None, True, running, engine)
             return ServiceStatus(
-                self.version, self.paused.is_set(), 0, running, dict(self.ended), dict(self.reasons), 0, "",
-                (replica,),
+                self.version, self.paused.is_set(), self.closing, 0, running, dict(self.ended), dict(self.reasons), 0,
+                "", (replica,),
             )  # fmt: skip
 
     # -- Controls
@@ -152,10 +154,9 @@ class FakeService:
         self.staged = None
         return {"version": number}
 
-    def close(self, deadline_s: float) -> dict[str, Any]:
+    def close(self, deadline_s: float) -> dict[Outcome, list[str]]:
         with self.lock:
-            self.closing, before = True, dict(self.ended)
-            count = len(self.under_way)
+            self.closing, self.ends = True, {"finished": [], "aborted": [], "failed": []}
         until = time.monotonic() + deadline_s
         while self.under_way and time.monotonic() < until:
             time.sleep(0.005)
@@ -164,7 +165,7 @@ class FakeService:
         while self.under_way:
             time.sleep(0.005)
         self._pool.shutdown()
-        return {"in_flight": count} | {k: v - before[k] for k, v in self.ended.items()}
+        return self.ends
 
     # -- the "engine"
 
@@ -182,14 +183,16 @@ class FakeService:
             under.on_event(Started(version, "replica/0"))
             made = [self._sample(under, version, i) for i in range(len(request.seeds))]
             if under.cancelled is not None:
-                return self._end(under, Ended("aborted", tuple(made), under.cancelled))
+                return self._end(under, Ended("aborted", tuple(made), under.cancelled, version))
             if None not in made:
-                return self._end(under, Ended("finished", tuple(made)))
+                return self._end(under, Ended("finished", tuple(made), policy=version))
 
     def _end(self, under: Under, ended: Ended) -> None:
         with self.lock:
             del self.under_way[under.request.id]
             self.ended[ended.outcome] += 1
+            if self.closing:
+                self.ends[ended.outcome].append(under.request.id)
             if ended.outcome != "finished":
                 self.reasons[ended.reason] = self.reasons.get(ended.reason, 0) + 1
         under.on_event(ended)

@@ -120,9 +120,10 @@ def test_a_record_reads_back_as_the_very_floats(values: list[float], kept: bool)
         np.asarray(asked.prompt.ids, np.int32), np.arange(n, dtype=np.int32), logprobs, np.full(n, 4, np.int32),
         "stop", 2**64 - 1, asked.id, 1, FINGERPRINT, 0.1, kept_logmass=logprobs if kept else None,
     )  # fmt: skip
-    sent = json.loads(json.dumps(wire.event(Ended("aborted", (t,), "why")), allow_nan=False))
+    sent = json.loads(json.dumps(wire.event(Ended("aborted", (t,), "why", version_of(4))), allow_nan=False))
     ended = wire.client_event(sent, asked)
     assert isinstance(ended, Ended) and (ended.outcome, ended.reason) == ("aborted", "why")
+    assert ended.policy == version_of(4)
     same(ended.trajectories[0], t)
 
 

@@ -66,7 +66,7 @@ def test_each_token_opens_its_own(start: Start) -> None:
 
 
 FILES = {
-    "tokens": f"# ours\ninference {INFERENCE}\ncontrol {CONTROL}\n",
+    "tokens": f"# ours\ninference {INFERENCE}\ncontrol {CONTROL}\nsync {'s' * 16}\n",
     "tokens.json": f'{{"inference": ["{INFERENCE}"], "control": "{CONTROL}"}}',
     "tokens.toml": f'inference = "{INFERENCE}"\ncontrol = ["{CONTROL}"]\n',
 }

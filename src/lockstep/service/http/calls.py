@@ -46,8 +46,8 @@ class Shape(Protocol):
 @dataclass
 class Call:
     """requests: one per prompt; choices[r]: its samples. seed: of the call. wanted: completions are (not only the
-    prompt's scores). deferred: what is asked for is known at the end only, so that nothing is streamed before.
-    records: entries are written with the text."""
+    prompt's scores). deferred: what is asked for is known at the end only, so that nothing is streamed before; tops:
+    also where a service tells the likeliest tokens at the end only. records: entries are written with the text."""
 
     requests: list[RolloutRequest]
     choices: list[list[Choice]]
@@ -78,9 +78,10 @@ class Call:
             self._started(number, event.version)
             return []
         if isinstance(event, Tokens):
-            if self.deferred or (self.tops and not event.top):
-                return []
             choice = self.choices[number][event.index]
+            choice.deferred |= self.deferred or (self.tops and not event.top)
+            if choice.deferred:
+                return []
             choice.push(event.ids, event.logprobs, event.top or None)
             return [choice]
         return self._ended(number, event)

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.errors import ServiceError
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.service.http.detokenise import Detokeniser, StopCutter
+from lockstep.service.requests import likeliest
 from lockstep.types import Trajectory
 
 Top = Sequence[tuple[int, float]]
@@ -51,7 +52,7 @@ class TokenTexts:
 
 class Choice:
     """What is known of one sample so far, and how much of it was taken to be sent. offset: characters before the
-    completion (of a prompt that is echoed)."""
+    completion (of a prompt that is echoed). deferred: nothing is pushed before its end."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], offset: int = 0):
         self.index = index
@@ -66,6 +67,7 @@ class Choice:
         self._detokeniser, self._cutter = Detokeniser(tokenizer, prompt), StopCutter(stops)
         self._text, self._entries = [""], list[Entry]()
         self._length, self._seen = offset, 0
+        self.deferred = False
         self.trajectory: Trajectory | None = None
 
     def push(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top] | None) -> None:
@@ -91,11 +93,7 @@ class Choice:
             self._entries[:0] = prompt_entries(tokenizer, prompt, details.prompt_logprobs.tolist())
         if not take:
             return
-        tops = None
-        if details is not None and details.top_ids is not None and details.top_logprobs is not None:
-            pairs = zip(details.top_ids[seen:].tolist(), details.top_logprobs[seen:].tolist(), strict=True)
-            tops = [list(zip(i, p, strict=True)) for i, p in pairs]
-        self.push(ids[seen:], trajectory.logprobs[seen:].tolist(), tops)
+        self.push(ids[seen:], trajectory.logprobs[seen:].tolist(), likeliest(trajectory, seen) or None)
         self._text.append(self._cutter.push(self._detokeniser.finish()))
         self._text.append(self._cutter.finish())
 

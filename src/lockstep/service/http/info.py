@@ -47,7 +47,7 @@ async def health(surface: Surface, body: None, exchange: Exchange) -> None:
 async def ready(surface: Surface, body: None, exchange: Exchange) -> None:
     status = await surface.workers.start(surface.service.status)
     why = ""
-    if surface.closing:
+    if surface.closing or status.closing:
         why = "the server is closing"
     elif status.paused:
         why = "the service is paused"

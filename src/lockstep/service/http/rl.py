@@ -63,20 +63,19 @@ async def generate(surface: Surface, body: GenerateRequest, exchange: Exchange) 
 
 
 async def _whole(surface: Surface, request: RolloutRequest, job: Job, exchange: Exchange, said: dict[str, Any]) -> None:
-    version, headers = None, {}
+    replica = None
     while True:
         for _, event in await job.take():
             if isinstance(event, Started):
-                version, headers = event, policy_headers(event.version)
+                replica = event.replica
             elif isinstance(event, Ended):
                 if event.outcome == "failed":
                     raise HttpError(503, "service_error", event.reason)
                 answer = wire.event(event)
                 del answer["event"]
-                started = None if version is None else wire.policy(version.version)
-                replica = None if version is None else version.replica
                 _count(surface, request, event)
-                await exchange.json(said | {"policy": started, "replica": replica} | answer, headers=headers)
+                headers = {} if event.policy is None else policy_headers(event.policy)
+                await exchange.json(said | {"replica": replica} | answer, headers=headers)
                 return
 
 

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -19,8 +19,10 @@ from lockstep.service.http.app import make_app
 from lockstep.service.http.guard import check_host
 from lockstep.service.http.settings import Limits
 from lockstep.service.http.surface import Surface
+from lockstep.service.requests import Outcome
 
 log = logging.getLogger(__name__)
+Ends = Mapping[Outcome, Sequence[str]]
 MOST_HEADERS = 32 << 10
 LAST_WRITES_S = 5.0  # answers that are ready when the service has closed are sent in this time
 
@@ -75,7 +77,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening address. port 0: any that is free. Raises ConfigError."""
+    """A socket to listen with. port 0: any that is free. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, proto, _, address = found[0]
@@ -92,16 +94,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """surface.host, port: where it listens (port 0: any that is free; `url` has the real one). grace_s: what is in
-    flight may finish in this time when the server is told to stop.
+    """listener: from `bind`, closed when it has served. grace_s: what is in flight may finish in this time when the
+    server is told to stop. version: of this package. Raises ConfigError for an address that others can reach without a
+    token."""
 
-    Raises ConfigError for an address that is taken, or that others can reach without a token.
-    """
-
-    def __init__(self, surface: Surface, port: int, grace_s: float, version: str):
+    def __init__(self, surface: Surface, listener: socket.socket, grace_s: float, version: str):
         check_host(surface.host, surface.tokens)
-        self._surface, self._grace_s = surface, grace_s
-        self._listener = bind(surface.host, port)
+        self._surface, self._grace_s, self._listener = surface, grace_s, listener
         limits = surface.limits
         self._server = _Uvicorn(
             uvicorn.Config(
@@ -129,7 +128,7 @@ class HttpServer:
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def serve(self, on_ready: Callable[[], None] | None = None) -> dict[str, Any]:
+    async def serve(self, on_ready: Callable[[], None] | None = None) -> Ends:
         """Until `stop`, SIGTERM or SIGINT (heeded in the main thread). Returns what `Controls.close` reports."""
         self._loop, self._stopping, self._forced = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         with self._signals():
@@ -141,7 +140,7 @@ class HttpServer:
                 if on_ready is not None and self._server.started:
                     on_ready()
                 await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                report = await self._wind_down() if not serving.done() else {}
+                report: Ends = await self._wind_down() if not serving.done() else {}
                 self._server.should_exit = True
                 await serving
             finally:
@@ -163,7 +162,7 @@ class HttpServer:
         self._surface.closing = True
         self._stopping.set()
 
-    async def _wind_down(self) -> dict[str, Any]:
+    async def _wind_down(self) -> Ends:
         """It still listens meanwhile, and answers that it is not ready."""
         assert self._forced is not None
         surface = self._surface
@@ -174,13 +173,24 @@ class HttpServer:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         forced.cancel()
         if not closing.done():
-            self._server.force_exit = True
-            return {"forced": True}
+            await self._break_off()
+            return {}
         with contextlib.suppress(TimeoutError):  # then they are broken off
             async with asyncio.timeout(LAST_WRITES_S):
                 while surface.active and not self._forced.is_set():
                     await asyncio.sleep(0.02)
         return closing.result()
+
+    async def _break_off(self) -> None:
+        """Every connection; what was asked over them is cancelled, as far as the service answers."""
+        self._server.force_exit = True
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                while self._surface.active:
+                    await asyncio.sleep(0.01)
+                await self._surface.workers.settle()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -203,7 +213,7 @@ class ServerThread:
 
     def __init__(self, server: HttpServer):
         self.server = server
-        self.report: dict[str, Any] = {}
+        self.report: Ends = {}
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="http-server", daemon=True)
 

@@ -18,6 +18,7 @@ from lockstep.models.tokenizer import Tokenizer
 
 Access = Literal["open", "inference", "control"]
 MIN_TOKEN = 16
+KINDS = ("inference", "control", "sync")
 
 
 @dataclass(frozen=True)
@@ -64,23 +65,28 @@ class Served:
 
 @dataclass(frozen=True)
 class AccessTokens:
-    """Secrets by what they open; no tokens: everything is open (on loopback only). Kept as digests."""
+    """Secrets by what they open; no tokens: everything is open (on loopback only). Kept as digests. sync: of trainers
+    that bring weights by their own sync, which proves it by keyed sums, so as it is; empty: nobody may."""
 
     inference: tuple[bytes, ...] = ()
     control: tuple[bytes, ...] = ()
+    sync: str = field(default="", repr=False)
 
     @classmethod
-    def of(cls, inference: list[str], control: list[str]) -> AccessTokens:
+    def of(cls, inference: list[str], control: list[str], sync: list[str] | None = None) -> AccessTokens:
         """Raises ConfigError for tokens that are short, doubled, or cannot stand in a header."""
-        for token in [*inference, *control]:
+        sync = sync or []
+        for token in [*inference, *control, *sync]:
             if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
                 raise ConfigError(
                     f"an access token must be at least {MIN_TOKEN} printable ASCII characters without spaces, found "
                     f"one of {len(token)}; make one with: python -c 'import secrets; print(secrets.token_urlsafe())'"
                 )
-        if set(inference) & set(control):
-            raise ConfigError("the inference and the control token are the same; control would be open to everybody")
-        return cls(tuple(map(_digest, inference)), tuple(map(_digest, control)))
+        if len({*inference, *control, *sync}) < len([*inference, *control, *sync]):
+            raise ConfigError("two access tokens are the same; each must open its own only")
+        if len(sync) > 1:
+            raise ConfigError(f"expected one sync token, found {len(sync)}")
+        return cls(tuple(map(_digest, inference)), tuple(map(_digest, control)), *sync)
 
     def __bool__(self) -> bool:
         return bool(self.inference or self.control)
@@ -98,8 +104,8 @@ def _digest(token: str) -> bytes:
 
 
 def read_tokens(path: Path) -> AccessTokens:
-    """Tokens from a file only its owner can read: JSON or TOML with `inference` and `control` (a text or a list), or
-    lines `inference TOKEN` and `control TOKEN`. Raises ConfigError."""
+    """Tokens from a file only its owner can read: JSON or TOML with `inference`, `control` (a text or a list) and
+    `sync` (a text), or lines such as `inference TOKEN`. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -113,9 +119,9 @@ def read_tokens(path: Path) -> AccessTokens:
     if mode & (stat.S_IRWXO | stat.S_IRWXG):
         raise ConfigError(f"token file {path} can be used by others (mode {mode & 0o777:o}); run: chmod 600 {path}")
     table = _parse(path, content)
-    if unknown := sorted(set(table) - {"inference", "control"}):
-        raise ConfigError(f"token file {path}: unknown {unknown[0]!r}; expected inference and control")
-    tokens = AccessTokens.of(table.get("inference", []), table.get("control", []))
+    if unknown := sorted(set(table) - set(KINDS)):
+        raise ConfigError(f"token file {path}: unknown {unknown[0]!r}; expected {', '.join(KINDS)}")
+    tokens = AccessTokens.of(*(table.get(kind, []) for kind in KINDS))
     if not tokens:
         raise ConfigError(f"token file {path} holds no token; expected inference and control")
     return tokens
@@ -135,9 +141,9 @@ def _parse(path: Path, content: str) -> dict[str, list[str]]:
                 words = line.split()
                 if not words or words[0].startswith("#"):
                     continue
-                if len(words) != 2 or words[0] not in ("inference", "control"):
+                if len(words) != 2 or words[0] not in KINDS:
                     raise ConfigError(
-                        f"token file {path}, line {number}: expected `inference TOKEN` or `control TOKEN`"
+                        f"token file {path}, line {number}: expected one of {', '.join(KINDS)}, and a token"
                     )
                 found.setdefault(words[0], []).append(words[1])
             return found

@@ -105,6 +105,7 @@ def event(value: ClientEvent) -> dict[str, Any]:
         return found
     return {
         "event": "ended",
+        "policy": None if value.policy is None else policy(value.policy),
         "outcome": value.outcome,
         "reason": value.reason,
         "samples": [sample(t) for t in value.trajectories],
@@ -120,7 +121,13 @@ def client_event(value: Mapping[str, Any], request: RolloutRequest) -> ClientEve
         top = tuple(tuple((i, _float(p)) for i, p in row) for row in value.get("top", ()))
         return Tokens(value["index"], tuple(value["ids"]), tuple(map(_float, value["logprobs"])), top)
     assert kind == "ended", kind
-    return Ended(value["outcome"], tuple(trajectory(s, request) for s in value["samples"]), value["reason"])
+    ran = value["policy"]
+    return Ended(
+        value["outcome"],
+        tuple(trajectory(s, request) for s in value["samples"]),
+        value["reason"],
+        None if ran is None else PolicyVersion(**ran),
+    )
 
 
 def _float(value: float | str | None) -> float:

@@ -1,0 +1,160 @@
+"""`lockstep serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli.words import Add, number, say
+
+if TYPE_CHECKING:
+    from lockstep.serve.server import Server
+    from lockstep.service.http.settings import AccessTokens, Limits
+
+
+def _serve(options: argparse.Namespace) -> int | None:
+    from lockstep.service.http import require_serve_extra
+
+    require_serve_extra()
+    from lockstep.errors import ConfigError
+    from lockstep.serve.server import Server
+    from lockstep.serve.spec import ServeSpec
+    from lockstep.service.http.guard import check_host
+    from lockstep.service.http.server import bind
+    from lockstep.service.http.settings import AccessTokens, read_tokens
+
+    # What can be wrong without a model is found before one is loaded.
+    tokens = AccessTokens() if options.token_file is None else read_tokens(Path(options.token_file))
+    check_host(options.host, tokens)
+    weights_dir = None if options.weights_dir is None else Path(options.weights_dir)
+    if weights_dir is not None and not weights_dir.is_dir():
+        raise ConfigError(f"--weights-dir {weights_dir} is not a folder")
+    spec = ServeSpec(
+        model=options.model or "",
+        recipe=options.recipe or "",
+        dtype=options.dtype,
+        numerics=options.numerics,
+        slots=options.slots,
+        max_positions=options.max_positions or 0,
+        kv_memory_mib=options.kv_memory_mib or 0,
+        warm_up=options.warm_up,
+    )
+    listener = bind(options.host, options.port)
+    try:
+        server = Server(
+            spec,
+            replicas=options.replicas,
+            update=options.policy,
+            max_waiting=options.max_waiting,
+            weights_dir=weights_dir,
+            sync_token=tokens.sync,
+            sync_host=options.sync_host,
+            say=say,
+        )
+    except BaseException:
+        listener.close()
+        raise
+    return _run(options, server, tokens, listener, weights_dir)
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    from lockstep.service.http.settings import Limits
+
+    given = {
+        "prompt_tokens": options.max_prompt_tokens,
+        "concurrent": options.max_concurrency,
+        "queue_s": options.queue_s,
+    }
+    return Limits(**{name: value for name, value in given.items() if value is not None})
+
+
+def _run(
+    options: argparse.Namespace, server: Server, tokens: AccessTokens, listener: Any, weights_dir: Path | None
+) -> int | None:
+    """Serve until told to stop; says what was in flight then."""
+    import asyncio
+
+    import lockstep
+    from lockstep.service.http.server import HttpServer
+    from lockstep.service.http.settings import Served
+    from lockstep.service.http.surface import Surface
+
+    model, limits = server.served.model, _limits(options)
+    name = options.name or Path(options.model or model.source).name
+    served = Served(name, model.tokenizer, model.spec.vocab_size, server.served.max_positions, weights_dir=weights_dir)
+    surface = Surface(server.service, server, served, limits, tokens, options.host)
+    http = HttpServer(surface, listener, options.grace_s, lockstep.__version__)
+
+    def on_ready() -> None:
+        print(f"listening on {http.url}")
+        print(
+            f"model {name}, policy {server.policy}, {options.replicas} replica(s), new versions: {options.policy}\n"
+            f"limits: {served.max_positions} positions, {limits.prompt_tokens} prompt tokens, {limits.concurrent} calls "
+            f"at a time, {options.max_waiting} waiting samples, {limits.queue_s:g} s in the queue\n"
+            f"tokens: {'needed' if tokens else 'none, this machine only'}",
+            flush=True,
+        )
+
+    try:
+        report = asyncio.run(http.serve(on_ready))
+    finally:
+        if http.forced:  # at once: threads that wait for replicas are not waited for
+            print("stopped at once; what was in flight is lost", file=sys.stderr, flush=True)
+            os._exit(130)
+        server.close(0.0)
+    count = sum(map(len, report.values()))
+    ends = ", ".join(f"{len(ids)} {outcome}" for outcome, ids in report.items() if ids)
+    print(f"closed: {count} requests were in flight{': ' + ends if ends else ''}")
+    return None
+
+
+def add_serve(add: Add) -> None:
+    serve = add(
+        "serve", _serve, "serve rollouts over HTTP: OpenAI-compatible, and token-in token-out for training",
+        epilog="The first line printed is `listening on URL`. SIGTERM finishes what is in flight; again: at once.",
+    )  # fmt: skip
+    count = number(int, 1, "a whole number >= 1")
+    seconds = number(float, 0, "a number of seconds >= 0")
+    serve.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a known name, a folder in Hugging Face layout, or a .gguf file"
+    )
+    serve.add_argument("--recipe", metavar="FILE", help="serve the rollout role of a recipe instead of a model")
+    serve.add_argument("--name", metavar="NAME", help="of the model, for clients (default: that of the model's folder)")
+    serve.add_argument("--host", metavar="HOST", default="127.0.0.1", help="any but this machine needs --token-file")
+    port = number(int, 0, "a port")
+    serve.add_argument("--port", metavar="N", type=port, default=8000, help="0: any that is free (default: 8000)")
+    serve.add_argument(
+        "--token-file", metavar="FILE",
+        help="secrets, readable by you alone: lines `inference TOKEN`, `control TOKEN`, `sync TOKEN`; or JSON, or TOML",
+    )  # fmt: skip
+    serve.add_argument("--replicas", metavar="N", type=count, default=1, help="processes that sample (default: 1)")
+    serve.add_argument(
+        "--policy", choices=("drain", "abort", "dual"), default="drain",
+        help="when a version comes, requests under way: finish first, start anew, or finish beside it (default: drain)",
+    )  # fmt: skip
+    serve.add_argument("--weights-dir", metavar="DIR", help="the only folder that versions may be staged from")
+    serve.add_argument(
+        "--sync-host", metavar="HOST", default="127.0.0.1", help="where trainers' weight syncs are taken"
+    )
+    serve.add_argument("--max-prompt-tokens", metavar="N", type=count, help="of one prompt")
+    serve.add_argument(
+        "--max-concurrency", metavar="N", type=count, help="calls under way; more are told to come again"
+    )
+    serve.add_argument(
+        "--max-waiting", metavar="N", type=count, default=4096, help="samples that wait for a replica (default: 4096)"
+    )
+    serve.add_argument("--queue-s", metavar="S", type=seconds, help="a request may wait for a replica (default: 120)")
+    serve.add_argument(
+        "--grace-s", metavar="S", type=seconds, default=30.0, help="to finish what is in flight (default: 30)"
+    )
+    serve.add_argument("--slots", metavar="N", type=count, default=32, help="samples decoded together (default: 32)")
+    serve.add_argument("--max-positions", metavar="N", type=count, help="prompt and completion tokens of one sample")
+    serve.add_argument(
+        "--kv-memory-mib", metavar="N", type=count, help="for cache pages (default: enough for all slots)"
+    )
+    serve.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    serve.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="default: exact")
+    serve.add_argument("--warm-up", action="store_true", help="compile before the first request")
