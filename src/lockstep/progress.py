@@ -246,8 +246,9 @@ def _mismatch_style(record: Mapping[str, Any]) -> str:
 
 
 def tokens_per_second(record: Mapping[str, Any]) -> str:
-    """Tokens generated per second of generation."""
-    tokens, seconds = record.get("tokens/generated"), record.get("time/generate_s")
+    """Tokens generated per second of generation, also where it goes on while the loop does something else."""
+    tokens = record.get("tokens/generated")
+    seconds = record.get("time/rollout_s", record.get("time/generate_s"))
     return f"{tokens / seconds:.0f} tok/s" if tokens is not None and seconds else "- tok/s"
 
 

@@ -108,7 +108,7 @@ def y_scale(values: Sequence[float], height: int) -> Scale:
     if high - low < 1 / LARGEST:
         # All zero, or next to it: a line at the foot of an axis with that one number, not an invented scale.
         return Scale(low, 1.0, height - BOTTOM, TOP, (0.0,))
-    tick = _tick_size(high - low, 4)
+    tick = tick_size(high - low, 4)
     low, high = math.floor(low / tick + 1e-9) * tick, math.ceil(high / tick - 1e-9) * tick
     count = round((high - low) / tick)
     return Scale(low, high, height - BOTTOM, TOP, tuple(low + i * tick for i in range(count + 1)))
@@ -136,7 +136,7 @@ def _is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and abs(value) < LARGEST
 
 
-def _tick_size(span: float, count: int) -> float:
+def tick_size(span: float, count: int) -> float:
     """1, 2 or 5 times a power of ten, for at most about `count` intervals."""
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -147,7 +147,7 @@ def _step_scale(steps: Sequence[int], width: int, bars: bool = False) -> Scale:
     first, last = (steps[0], steps[-1]) if steps else (0, 1)
     pad = (last - first) / max(1, len(steps) - 1) * 0.6 if bars and last > first else 0.0
     low, high = (first - pad, last + pad) if last > first else (first - 1.0, first + 1.0)
-    tick = max(1, round(_tick_size(last - first, 10))) if last > first else 1
+    tick = max(1, round(tick_size(last - first, 10))) if last > first else 1
     ticks = tuple(float(t) for t in range(math.ceil(first / tick) * tick, last + 1, tick))
     return Scale(low, high, LEFT, width - RIGHT, ticks)
 

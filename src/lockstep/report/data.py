@@ -29,6 +29,7 @@ class RunData:
     path: Path
     records: tuple[dict[str, Any], ...] = ()
     receipts: tuple[dict[str, Any], ...] = ()
+    timeline: tuple[dict[str, Any], ...] = ()
     recipe_text: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     dial: dict[str, Any] = field(default_factory=dict)
@@ -77,6 +78,8 @@ def read_run(path: Path) -> RunData:
         run.notes.append("metrics.jsonl has records without a `step` and is left out: something else wrote into it.")
         run.records = ()
     run.receipts = _read_log(run, "receipts.jsonl", "no weight sync is shown")
+    if (path / "timeline.jsonl").is_file():
+        run.timeline = _read_log(run, "timeline.jsonl", "no time lines are shown")
     run.dial = _read_json(run, "dial.json", "the mesh picture is left out")
     run.environment = flat(run.dial.get("environment", {}))
     if (path / ENVIRONMENT).is_file() or not run.environment:

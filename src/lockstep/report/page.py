@@ -20,6 +20,7 @@ from lockstep.report.data import RunData, finite, mean, read_run
 from lockstep.report.figures import Figure, last
 from lockstep.report.receipts import receipt_row, sync_figures, sync_summary
 from lockstep.report.samples import pick_samples
+from lockstep.report.timelines import timeline_figure
 from lockstep.text import duration, format_bytes, number, visible
 
 PHASES = ("generate", "score", "train", "sync", "wait")
@@ -80,6 +81,7 @@ def render(run: RunData) -> str:
         constants=constants,
         time=_time_figure(run) if run.records else None,
         shares=_time_shares(run),
+        strips=timeline_figure(run),
         dial=_dial(run),
         receipts=[receipt_row(r) for r in run.receipts[-TABLE_ROWS:]],
         sync=sync_summary(run),
@@ -126,7 +128,9 @@ def _tiles(run: RunData) -> list[Tile]:
         _mismatch_tile(run),
         Tile("Policy versions", str(_versions(run)), "published after verification"),
     ]
-    tokens, generating = finite(run.column("tokens/generated")), finite(run.column("time/generate_s"))
+    # Where batches are sampled ahead, the loop waits for less than what sampling takes.
+    sampling = "time/rollout_s" if run.names("time/rollout_s") else "time/generate_s"
+    tokens, generating = finite(run.column("tokens/generated")), finite(run.column(sampling))
     if tokens and sum(generating) > 0:
         tiles.append(Tile("Tokens generated", f"{sum(tokens):,.0f}", f"{sum(tokens) / sum(generating):.0f} per second"))
     return tiles
@@ -234,6 +238,16 @@ def _quantities(run: RunData) -> list[Quantity]:
         ),
         Quantity("Tokens that differ", "sampled tokens not equal bit for bit", {"mismatch/unequal_tokens": "tokens"}),
         Quantity("Groups without signal", groups, {"groups/zero_variance": "groups"}, always=True),
+        Quantity(
+            "Staleness",
+            "versions by which the sampling weights are behind",
+            {"staleness/mean": "mean over tokens", "staleness/max": "largest"},
+        ),
+        Quantity(
+            "Groups left out",
+            "groups",
+            {"dropped/stale": "too old", "dropped/aborted": "aborted", "dropped/failed": "failed"},
+        ),
         Quantity("Loss", "", {"loss": "loss"}),
         Quantity("Gradient norm", "before clipping", {"grad_norm": "norm"}, limit=limit),
         Quantity("Ratio", "trainer / sampler, mean over tokens", {"ratio": "ratio"}),
@@ -242,6 +256,11 @@ def _quantities(run: RunData) -> list[Quantity]:
         Quantity("Reward spread", "standard deviation within a step", {"reward_std": "std"}),
         Quantity("Rewards failed", "completions without a reward", {"rewards/failed": "failed"}),
         Quantity("Learning rate", "", {"lr": "lr"}),
+        Quantity(
+            "Idle",
+            "fraction of the step in which the role did nothing",
+            {f"idle/{role}": role for role in ("actor", "rollout", "reward")},
+        ),
     ]
 
 

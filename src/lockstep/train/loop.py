@@ -21,17 +21,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from lockstep import checkpoint, metrics, store
 from lockstep.algorithms.advantages import GroupAdvantages
-from lockstep.cluster.programs import SplitWeights
 from lockstep.config import Config
 from lockstep.envs.base import Score
-from lockstep.errors import CheckpointError, FingerprintError, NumericsError, RewardError, ServiceError, SyncError
+from lockstep.errors import CheckpointError, NumericsError, RewardError, ServiceError, SyncError
 from lockstep.progress import Progress
 from lockstep.report import write_report
 from lockstep.rollout.pool_size import describe_pool
@@ -43,10 +41,17 @@ from lockstep.train import rundir
 from lockstep.train.assembly import Cluster, build, not_finite
 from lockstep.train.batching import make_micro_batches
 from lockstep.train.clock import Clock
-from lockstep.train.forward import score as score_tokens
-from lockstep.train.record import engine_numbers, mean_kept_mass, mean_kl, rollout_numbers, sample_text
-from lockstep.train.rollouts import Batch, Batches, consumable, dropped_counts
+from lockstep.train.record import (
+    engine_numbers,
+    mean_kept_mass,
+    mean_kl,
+    rollout_numbers,
+    sample_text,
+    stored_rows,
+)
+from lockstep.train.rollouts import Batch, Batches, accepted, consumable, dropped_counts
 from lockstep.train.rundir import ResumePoint
+from lockstep.train.scoring import under_snapshot, with_reference
 from lockstep.train.stale import Snapshots, staleness, versions_kept
 from lockstep.train.trainer import StepResult
 from lockstep.train.watchdog import Watchdog, dump_stacks
@@ -196,7 +201,7 @@ class Loop:
         advantages = self.cluster.trainer.algorithm.advantages([t.reward for t in kept], [t.group_id for t in kept])
         chosen = self._select(advantages.advantages, number)
         batch, batch_advantages = [kept[i] for i in chosen], advantages.advantages[chosen]
-        batch, trunks = self._reference_logprobs(batch, batch_advantages)
+        batch, trunks = with_reference(self.cluster, batch, batch_advantages)
         clock.enter("train")
         micro = make_micro_batches(batch, batch_advantages, self.config.rollout.temperature, self.cluster.geometry)
         stale = self.snapshots.recomputed(batch, self.counters.version, self._logprobs_under)
@@ -268,26 +273,12 @@ class Loop:
         ]
 
     def _accepted(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """The trajectories, once each is known to come from this policy and this numerical path (M13, I6)."""
-        for t in trajectories:
-            wrong = self.cluster.fingerprint.difference(t.fingerprint)
-            if wrong:
-                raise FingerprintError(
-                    f"sample {t.index} of {t.group_id!r} was made under another {', '.join(wrong)} than the trainer's; "
-                    f"trainer: {self.cluster.fingerprint}, sample: {t.fingerprint}"
-                )
-            if t.kept_logmass is not None and self.config.rollout.truncation == "refuse":
-                raise FingerprintError(
-                    f"sample {t.index} of {t.group_id!r} was drawn from a part of the vocabulary only; with "
-                    '`rollout.truncation` = "correct" it could be trained on'
-                )
-            unknown = t.versions > self.counters.version
-            if unknown.any():
-                raise FingerprintError(
-                    f"sample {t.index} of {t.group_id!r} holds tokens of policy version {t.versions[unknown][0]}; this "
-                    f"step trains version {self.counters.version}, and no later one is known"
-                )
-        return trajectories
+        return accepted(
+            trajectories,
+            self.cluster.fingerprint,
+            self.counters.version,
+            cut=self.config.rollout.truncation == "correct",
+        )
 
     def _select(self, advantages: np.ndarray, number: int) -> np.ndarray:
         """Indices of the rollouts to train on, in order."""
@@ -295,23 +286,6 @@ class Loop:
             return np.arange(len(advantages))
         ties = np.random.default_rng((self.config.run.seed, number)).random(len(advantages))
         return np.sort(np.lexsort((ties, -np.abs(advantages)))[: self.config.train.select_count])
-
-    def _reference_logprobs(
-        self, batch: list[Trajectory], advantages: np.ndarray
-    ) -> tuple[list[Trajectory], list[jax.Array] | None]:
-        """The batch with the reference's log-probabilities, and the frozen trunk's output if it was needed for them."""
-        reference, trainer = self.cluster.reference, self.cluster.trainer
-        if reference is None:
-            return batch, None
-        micro = make_micro_batches(batch, advantages, self.config.rollout.temperature, reference.geometry)
-        trunks = trainer.trunks(micro) if reference.shares_trunk else None
-        first = trainer.first_layer if trunks is not None else 0
-        found: list[np.ndarray | None] = [None] * len(batch)
-        for mb, flat in zip(
-            micro, score_tokens(reference.programs, reference.weights, micro, trunks, first), strict=True
-        ):
-            mb.scatter(flat, found)
-        return [replace(t, reference_logprobs=lp) for t, lp in zip(batch, found, strict=True)], trunks
 
     def _require_finite(self, result: StepResult) -> None:
         """Wait for the update. Weights that it destroyed are neither published nor saved."""
@@ -359,16 +333,7 @@ class Loop:
         return self._logprobs_under(self.snapshot, batch)
 
     def _logprobs_under(self, snapshot: Snapshot, batch: Sequence[Trajectory]) -> list[np.ndarray | None]:
-        trainer = self.cluster.trainer
-        weights = SplitWeights.of(
-            {**trainer.params, **snapshot.restore({p: a.sharding for p, a in trainer.trainable.items()})},
-            self.cluster.spec.num_layers,
-        )
-        micro = make_micro_batches(batch, np.zeros(len(batch)), self.config.rollout.temperature, self.cluster.geometry)
-        found: list[np.ndarray | None] = [None] * len(batch)
-        for mb, flat in zip(micro, score_tokens(trainer.programs, weights, micro), strict=True):
-            mb.scatter(flat, found)
-        return found
+        return under_snapshot(self.cluster, snapshot, batch)
 
     # -- the record --------------------------------------------------------------------------------------------------
 
@@ -423,16 +388,8 @@ class Loop:
     ) -> None:
         if not self.config.train.save_trajectories:
             return
-        trained = {
-            (t.group_id, t.index): (t, float(a), lp)
-            for t, a, lp in zip(batch, advantages, result.logprobs, strict=True)
-        }
-        rows = [trained.get((t.group_id, t.index), (t, None, None)) for t in everything]
-        extra: dict[str, list[Any]] = {
-            "advantage": [a for _, a, _ in rows],
-            "trainer_logprobs": [lp for _, _, lp in rows],
-        }
-        store.write_step(self.run_dir / "trajectories", number, [t for t, _, _ in rows], extra, prompts=prompts)
+        rows, extra = stored_rows(everything, batch, advantages, result.logprobs)
+        store.write_step(self.run_dir / "trajectories", number, rows, extra, prompts=prompts)
 
     def _log_receipt(self, receipt: SyncReceipt) -> None:
         # The run's count of syncs, which a resume carries on, not that of the process.

@@ -60,6 +60,22 @@ def mean_kl(name: KLEstimator, logprobs: Sequence[np.ndarray | None], batch: Seq
     return float((weight * kl_estimate(name, policy, reference, np)).mean())
 
 
+def stored_rows(
+    everything: Sequence[Trajectory],
+    batch: Sequence[Trajectory],
+    advantages: np.ndarray,
+    logprobs: Sequence[np.ndarray | None],
+) -> tuple[list[Trajectory], dict[str, list[Any]]]:
+    """(trajectories, what the trainer adds to each) for the store; empty where one took no part. advantages, logprobs:
+    of the batch."""
+    trained = {(t.group_id, t.index): (t, float(a), lp) for t, a, lp in zip(batch, advantages, logprobs, strict=True)}
+    rows = [trained.get((t.group_id, t.index), (t, None, None)) for t in everything]
+    return [t for t, _, _ in rows], {
+        "advantage": [a for _, a, _ in rows],
+        "trainer_logprobs": [lp for _, _, lp in rows],
+    }
+
+
 def sample_text(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> str:
     """The first prompt's last line and its first completion, for people."""
     prompt = next(p for p in prompts if p.id == trajectories[0].group_id)

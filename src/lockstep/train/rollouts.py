@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from lockstep.errors import LockstepError, QueueFullError, ServiceError
+from lockstep.errors import FingerprintError, LockstepError, QueueFullError, ServiceError
 from lockstep.rollout.engine import request_seed
 from lockstep.service.requests import ClientEvent, Ended, RolloutRequest, Rollouts, Started
-from lockstep.types import Prompt, SamplingParams, Trajectory
+from lockstep.types import Fingerprint, Prompt, SamplingParams, Trajectory
 
 FULL_S = 0.25  # how long to wait before a request is sent again that a full queue refused
 
@@ -210,6 +210,32 @@ def consumable(batch: Batch, oldest: int, on_lost: str) -> tuple[list[Trajectory
             f"{dropped[first]}"
         )
     return kept, dropped
+
+
+def accepted(trajectories: list[Trajectory], trainer: Fingerprint, version: int, *, cut: bool) -> list[Trajectory]:
+    """The trajectories, once each is known to come from a version that there was and from this numerical path (M13).
+
+    version: of the weights that train. cut: whether samples from a part of the vocabulary may be trained on.
+    """
+    for t in trajectories:
+        wrong = trainer.difference(t.fingerprint)
+        if wrong:
+            raise FingerprintError(
+                f"sample {t.index} of {t.group_id!r} was made under another {', '.join(wrong)} than the trainer's; "
+                f"trainer: {trainer}, sample: {t.fingerprint}"
+            )
+        if t.kept_logmass is not None and not cut:
+            raise FingerprintError(
+                f"sample {t.index} of {t.group_id!r} was drawn from a part of the vocabulary only; with "
+                '`rollout.truncation` = "correct" it could be trained on'
+            )
+        unknown = t.versions > version
+        if unknown.any():
+            raise FingerprintError(
+                f"sample {t.index} of {t.group_id!r} holds tokens of policy version {t.versions[unknown][0]}; this "
+                f"step trains version {version}, and no later one is known"
+            )
+    return trajectories
 
 
 def dropped_counts(dropped: Mapping[str, str]) -> dict[str, int]:
