@@ -18,7 +18,7 @@ from lockstep.service.requests import Outcome, RolloutRequest, UpdatePolicy
 from lockstep.service.state import Effect, End, Pin, ReplicaState, RequestState, Send, Staged, Stop
 from lockstep.types import PolicyVersion
 
-MAX_SENDS = 4  # of one request: what takes down the replica that runs it must not take down all of them in turn
+MAX_LOSSES = 4  # of one request: what takes down the replica that runs it must not take down all of them in turn
 
 
 class Protocol:
@@ -32,6 +32,7 @@ class Protocol:
         self.paused: str | None = None
         self.closing = False
         self.redispatched = 0
+        self.attempts = 0  # at staging
         self._order = 0
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -134,26 +135,31 @@ class Protocol:
         for state in [self.requests[i] for i in replica.running]:
             if state.stopping is not None:
                 effects += self._end(state, *state.stopping)
-            elif state.sends >= MAX_SENDS:
+            elif state.losses + 1 >= MAX_LOSSES:
                 effects += self._end(
-                    state, "failed", f"sent {state.sends} times, and every replica was lost: {name}: {reason}"
+                    state, "failed", f"{state.losses + 1} replicas that ran it were lost, the last: {name}: {reason}"
                 )
             else:
+                state.losses += 1
                 self.redispatched += 1
                 self._back(state)
         return [*effects, *self.dispatch()]
 
-    def stage(self, name: str, policy: PolicyVersion) -> None:
-        """Staging begins; what was staged before is void. Raises SyncError while the replica flips or is lost."""
+    def stage(self, name: str, policy: PolicyVersion) -> int:
+        """Staging begins; what was staged before is void. Returns the attempt's number. Raises SyncError while the
+        replica flips or is lost."""
         replica = self._alive(name, policy)
         if replica.flipping is not None:
             raise SyncError(f"sync: {name} cannot stage {policy} while it flips to {replica.flipping}")
-        replica.staged = Staged(policy)
+        self.attempts += 1
+        replica.staged = Staged(policy, self.attempts)
+        return self.attempts
 
-    def verified(self, name: str, policy: PolicyVersion, shard: int) -> None:
-        """A shard of what is being staged is there and verified. A late or a repeated word changes nothing."""
+    def verified(self, name: str, attempt: int, shard: int) -> None:
+        """A shard of what is being staged is there and verified. A repeated word, or a late one of another attempt,
+        changes nothing."""
         replica = self.replicas[name]
-        if replica.alive and replica.staged is not None and replica.staged.policy == policy:
+        if replica.alive and replica.staged is not None and replica.staged.attempt == attempt:
             assert 0 <= shard < replica.shards, f"{name} has {replica.shards} shards, {shard} is none of them"
             replica.staged.verified.add(shard)
 
@@ -181,7 +187,7 @@ class Protocol:
         effects: list[Effect] = []
         if replica.update == "abort":
             for state in [self.requests[i] for i in replica.running]:
-                if state.stopping is None:
+                if state.stopping is None and not state.again:
                     state.again = True
                     effects.append(Stop(name, state.request.id))
         return effects
@@ -196,12 +202,15 @@ class Protocol:
         if replica.flipping != policy:
             why = "lost" if not replica.alive else "told to discard it"
             raise SyncError(f"sync: the flip to {policy} was given up, {name} was {why}")
-        return replica.older is None if replica.update == "dual" else not replica.running
+        if replica.update == "dual" and replica.out is None:
+            return replica.older is None
+        return not replica.running  # dual, too: while nobody knows what it serves, they may keep two versions there
 
     def waits_for(self, name: str) -> str:
         """In words, what keeps a flip from being carried out."""
         replica = self.replicas[name]
-        held = [i for i, v in replica.running.items() if replica.update != "dual" or v == replica.older]
+        all_of_them = replica.update != "dual" or replica.out is not None
+        held = [i for i, v in replica.running.items() if all_of_them or v == replica.older]
         return f"{name} has {len(held)} requests under way" + (f", the oldest {held[0]!r}" if held else "")
 
     def install(self, name: str, policy: PolicyVersion) -> None:
@@ -250,12 +259,8 @@ class Protocol:
         kept: set[str] = set()
         for state in self.waiting:
             pin = self.pins[state.request.pin]
-            if pin.policy is not None and not self._served(pin.policy):
-                effects += self._end(
-                    state,
-                    "aborted" if self.update == "abort" else "failed",
-                    f"version {pin.policy}, which its group began under, is served no more",
-                )
+            if (end := self._cannot_come(state, pin)) is not None:
+                effects += self._end(state, *end)
                 continue
             if self.paused is not None:
                 continue
@@ -297,13 +302,24 @@ class Protocol:
     def _has_room(self, replica: ReplicaState, samples: int) -> bool:
         return not replica.running or self.load(replica) + samples <= replica.capacity
 
+    def _cannot_come(self, state: RequestState, pin: Pin) -> tuple[Outcome, str] | None:
+        """How a request ends that would wait for ever."""
+        if pin.policy is None:
+            return None
+        if not self._served(pin.policy):
+            outcome: Outcome = "aborted" if self.update == "abort" else "failed"
+            return outcome, f"version {pin.policy}, which its group began under, is served no more"
+        if pin.settled and pin.policy.number < state.request.min_version:
+            why = f"its group began under {pin.policy}, and it asks for version {state.request.min_version} or later"
+            return "failed", why
+        return None
+
     def _served(self, policy: PolicyVersion) -> bool:
         return any(r.alive and r.active == policy for r in self.replicas.values())
 
     def _send(self, state: RequestState, pin: Pin, replica: ReplicaState) -> Send:
         assert replica.active is not None
         state.replica, state.version, pin.policy = replica.name, replica.active, replica.active
-        state.sends += 1
         replica.running[state.request.id] = replica.active
         return Send(replica.name, state.request, replica.active)
 

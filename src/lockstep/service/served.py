@@ -32,12 +32,12 @@ class ServedReplica:
 
     def stage(self, offer: Offer, deadline: Deadline, digested: Mapping[str, jax.Array] | None = None) -> StageReport:
         """As `Replica.stage`; digested: as `LocalReplica.stage`."""
-        self._service.staging(self.name, offer.policy)
+        attempt = self._service.staging(self.name, offer.policy)
         if isinstance(self.inner, LocalReplica):
             report = self.inner.stage(offer, deadline, digested)
         else:
             report = self.inner.stage(offer, deadline)
-        self._service.staged(self.name, offer.policy)
+        self._service.staged(self.name, attempt)
         return report
 
     def flip(self, policy: PolicyVersion, deadline: Deadline) -> None:

@@ -245,15 +245,16 @@ class RolloutService:
         with self._lock:
             self._apply(self.protocol.serves(name, active))
 
-    def staging(self, name: str, policy: PolicyVersion) -> None:
+    def staging(self, name: str, policy: PolicyVersion) -> int:
+        """Returns the attempt's number, which `staged` is to be told."""
         with self._lock:
-            self.protocol.stage(name, policy)
+            return self.protocol.stage(name, policy)
 
-    def staged(self, name: str, policy: PolicyVersion) -> None:
+    def staged(self, name: str, attempt: int) -> None:
         """All parts of a version are verified there."""
         with self._lock:
             for shard in range(self.protocol.replicas[name].shards):
-                self.protocol.verified(name, policy, shard)
+                self.protocol.verified(name, attempt, shard)
 
     def discard(self, name: str, number: int) -> None:
         with self._lock:

@@ -40,7 +40,10 @@ Effect = Send | Stop | End
 
 @dataclass
 class Staged:
+    """attempt: number of this staging; words of another one do not count for it."""
+
     policy: PolicyVersion
+    attempt: int
     verified: set[int] = field(default_factory=set)
 
 
@@ -97,7 +100,7 @@ class RequestState:
     shown: bool = False
     stopping: tuple[Outcome, str] | None = None
     again: bool = False
-    sends: int = 0
+    losses: int = 0
 
     @property
     def samples(self) -> int:
