@@ -92,8 +92,8 @@ def _run(
         print(f"listening on {http.url}")
         print(
             f"model {name}, policy {server.policy}, {options.replicas} replica(s), new versions: {options.policy}\n"
-            f"limits: {served.max_positions} positions, {limits.prompt_tokens} prompt tokens, {limits.concurrent} calls "
-            f"at a time, {options.max_waiting} waiting samples, {limits.queue_s:g} s in the queue\n"
+            f"limits: {served.max_positions} positions, {limits.prompt_tokens} prompt tokens, {limits.concurrent} "
+            f"calls at a time, {options.max_waiting} waiting samples, {limits.queue_s:g} s in the queue\n"
             f"tokens: {'needed' if tokens else 'none, this machine only'}",
             flush=True,
         )

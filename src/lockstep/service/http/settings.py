@@ -104,8 +104,17 @@ def _digest(token: str) -> bytes:
 
 
 def read_tokens(path: Path) -> AccessTokens:
-    """Tokens from a file only its owner can read: JSON or TOML with `inference`, `control` (a text or a list) and
-    `sync` (a text), or lines such as `inference TOKEN`. Raises ConfigError."""
+    """A server's tokens. Raises ConfigError as `read_secrets`, and for tokens that are no good."""
+    table = read_secrets(path)
+    tokens = AccessTokens.of(*(table.get(kind, []) for kind in KINDS))
+    if not tokens:
+        raise ConfigError(f"token file {path} holds no token; expected inference and control")
+    return tokens
+
+
+def read_secrets(path: Path) -> dict[str, list[str]]:
+    """Tokens by kind, from a file only its owner can read: JSON or TOML with `inference`, `control` (a text or a list)
+    and `sync` (a text), or lines such as `inference TOKEN`. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -121,10 +130,7 @@ def read_tokens(path: Path) -> AccessTokens:
     table = _parse(path, content)
     if unknown := sorted(set(table) - set(KINDS)):
         raise ConfigError(f"token file {path}: unknown {unknown[0]!r}; expected {', '.join(KINDS)}")
-    tokens = AccessTokens.of(*(table.get(kind, []) for kind in KINDS))
-    if not tokens:
-        raise ConfigError(f"token file {path} holds no token; expected inference and control")
-    return tokens
+    return table
 
 
 def _parse(path: Path, content: str) -> dict[str, list[str]]:
