@@ -34,7 +34,7 @@ def with_reference(
 
 
 def under_snapshot(cluster: Cluster, snapshot: Snapshot, batch: Sequence[Trajectory]) -> list[np.ndarray | None]:
-    """Per trajectory its [T] float32 log-probabilities by the trainer's programs under a snapshot; None for no tokens."""
+    """Per trajectory [T] float32 log-probabilities by the trainer's programs under a snapshot; None for no tokens."""
     trainer = cluster.trainer
     weights = SplitWeights.of(
         {**trainer.params, **snapshot.restore({p: a.sharding for p, a in trainer.trainable.items()})},
