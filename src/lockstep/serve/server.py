@@ -114,7 +114,15 @@ class Server:
         transport = RelayTransport(SharedMemoryTransport(f"front_{name.replace('-', '_')}"))
         remote = RemoteReplica(name, worker.sync_address, worker.sync_token, transport, source="the front")
         relayed = RelayedReplica(remote, self.service)
-        server = ReplicaServer(relayed, transport, None, f"{self._sync_host}:0", self._sync_token).start()
+        server = ReplicaServer(
+            relayed,
+            transport,
+            None,
+            f"{self._sync_host}:0",
+            self._sync_token,
+            allow_remote=self._sync_host != "127.0.0.1",
+            on_trainer=lambda: relayed.inner.start_anew(),
+        ).start()
         self._replicas[name] = _Replica(worker, relayed, self._route(relayed), server)
         self._join(self._replicas[name])
 

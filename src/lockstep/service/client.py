@@ -115,7 +115,7 @@ class RemoteRollouts:
             raise ConfigError(f"rollout service: expected a URL such as http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/")
         self._token, self._control_token = token, control_token or token
-        self._retry_s, self._silence_s, self._verb_s, self._say = retry_s, silence_s, verb_s, say
+        self.retry_s, self._silence_s, self._verb_s, self._say = retry_s, silence_s, verb_s, say
         self._calls: dict[str, _Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -244,9 +244,9 @@ class RemoteRollouts:
                 if call.cancelled is not None and call.server_id == before:
                     raise ServiceError(call.cancelled) from lost
                 now = self._loop.time()
-                gives_up_at = now + self._retry_s if gives_up_at is None else gives_up_at
+                gives_up_at = now + self.retry_s if gives_up_at is None else gives_up_at
                 if now + pause > gives_up_at:
-                    raise ServiceError(f"{self.url} cannot be reached since {self._retry_s:g} s: {why}") from lost
+                    raise ServiceError(f"{self.url} cannot be reached since {self.retry_s:g} s: {why}") from lost
                 self._say(f"request {call.request.id}: {self.url} was lost ({why}); trying again in {pause:.1f} s")
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -306,7 +306,7 @@ class RemoteRollouts:
         """The answer of a verb. repeatable: doing it twice is doing it once, so that it is tried again."""
         control = path.startswith(("/v1/rl/versions", "/v1/rl/pause", "/v1/rl/resume"))
         headers = self._headers(self._control_token if control else self._token)
-        pause, gives_up_at = FIRST_PAUSE_S, self._loop.time() + self._retry_s
+        pause, gives_up_at = FIRST_PAUSE_S, self._loop.time() + self.retry_s
         while True:
             try:
                 timeout = httpx.Timeout(self._verb_s, connect=10.0)
@@ -320,7 +320,7 @@ class RemoteRollouts:
                         f"{self.url}{path}: the connection was lost ({lost!r}); whether it was done, `status` says"
                     ) from lost
                 if self._loop.time() + pause > gives_up_at:
-                    raise ServiceError(f"{self.url} cannot be reached since {self._retry_s:g} s: {lost!r}") from lost
+                    raise ServiceError(f"{self.url} cannot be reached since {self.retry_s:g} s: {lost!r}") from lost
                 self._say(f"{path}: {self.url} was lost ({lost!r}); trying again in {pause:.1f} s")
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)

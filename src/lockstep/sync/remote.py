@@ -153,6 +153,11 @@ class RemoteReplica:
         if channel is not None:
             channel.close()
 
+    def start_anew(self) -> None:
+        """From the next call on be another trainer, whose versions need not be higher than those of before."""
+        self.close()
+        self._session = secrets.token_hex(8)
+
     def __enter__(self) -> RemoteReplica:
         return self
 

@@ -56,11 +56,14 @@ class ReplicaServer:
         *,
         allow_remote: bool = False,
         max_bytes: int = MAX_MESSAGE_BYTES,
+        on_trainer: Callable[[], None] | None = None,
     ) -> None:
         """transport, numbers: those that the replica was given; numbers None: what it says of places is in the plan's
-        numbers already. allow_remote: as `Listener`."""
+        numbers already. allow_remote: as `Listener`. on_trainer: called when another trainer takes over, whose versions
+        need not be higher."""
         self._replica, self._transport, self._numbers = replica, transport, numbers
         self.last_failure: str | None = None
+        self._on_trainer = on_trainer
         self._listener = Listener(address, token, here=replica.name, allow_remote=allow_remote, max_bytes=max_bytes)
         self.address = self._listener.address
         self._plans: dict[str, SyncPlan] = {}
@@ -212,6 +215,8 @@ class ReplicaServer:
             if session not in self._sessions:
                 self._sessions.append(session)
                 self._started = self._replica.active
+                if self._on_trainer is not None:
+                    self._on_trainer()
             if session != self._sessions[-1]:
                 return True
             if self._current is not channel:

@@ -18,6 +18,8 @@ from lockstep.sync.route import Route
 from lockstep.sync.shared_memory import SharedMemoryTransport
 from lockstep.sync.sync import WeightSync
 
+CONNECT_S = 5.0  # that a service may take to answer for the first time
+
 
 @dataclass(frozen=True)
 class Remote:
@@ -47,6 +49,7 @@ class Remote:
             rollout.url,
             secrets.get("inference", [""])[0],
             control_token=secrets.get("control", [""])[0],
+            retry_s=CONNECT_S,
             say=say or logging.getLogger(__name__).warning,
         )
         try:
@@ -56,6 +59,7 @@ class Remote:
         except BaseException:
             rollouts.close()
             raise
+        rollouts.retry_s = rollout.deadline_s  # a service that was there may come back
         replicas = {
             name: RemoteReplica(
                 name, address, secrets["sync"][0], SharedMemoryTransport(f"actor_{name.replace('-', '_')}")
