@@ -238,8 +238,8 @@ class Scheduler:
     # -- one pass ----------------------------------------------------------------------------------------------------
 
     def schedule(self, lane: int) -> Pass:
-        """The next pass of a lane, after `settle`: a row per decoding sequence, then chunks of prompts, and of tokens to
-        run again, oldest first while there is room. A pass that failed is scheduled again as it was."""
+        """The next pass of a lane, after `settle`: a row per decoding sequence, then chunks of prompts, and of tokens
+        to run again, oldest first while there is room. A pass that failed is scheduled again as it was."""
         rows: list[Row] = []
         filling: dict[int, GroupWork | Sequence] = {}
         late: dict[int, GroupWork] = {}
