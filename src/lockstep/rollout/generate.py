@@ -55,6 +55,8 @@ def generate(
     """
     if not prompts:
         raise ConfigError("generate: no prompts were given; pass at least one")
+    if samples < 1:
+        raise ConfigError(f"generate: {samples} samples of each prompt leave nothing to do; ask for at least one")
     if numerics_mode not in ("exact", "fast"):
         raise ConfigError(f"generate: numerics mode {numerics_mode!r} is not known; use exact or fast")
     loaded = load_model(model, dtype, say=say)
