@@ -146,7 +146,9 @@ def add_serve(add: Add) -> None:
     serve.add_argument(
         "--max-waiting", metavar="N", type=count, default=4096, help="samples that wait for a replica (default: 4096)"
     )
-    serve.add_argument("--queue-s", metavar="S", type=seconds, help="a request may wait for a replica (default: 120)")
+    serve.add_argument(
+        "--queue-s", metavar="S", type=seconds, help="an OpenAI request may wait so long for a replica (default: 120)"
+    )
     serve.add_argument(
         "--grace-s", metavar="S", type=seconds, default=30.0, help="to finish what is in flight (default: 30)"
     )

@@ -28,6 +28,7 @@ from lockstep.service.http.surface import Surface
 from lockstep.service.http.verbs import VERBS, Verb
 
 log = logging.getLogger(__name__)
+CLIENT_GONE = 499  # for the figures only; nobody is there to be told
 LONG_BODY = 64 << 10  # bytes above which reading it as JSON is not done in the event loop
 
 
@@ -87,6 +88,7 @@ class Endpoint:
             await self._answer(exchange)
         except Gone as gone:
             log.info("call %s: its client is gone: %s", exchange.id, gone)
+            exchange.status = exchange.status or CLIENT_GONE
             surface.metrics.gone()
         except HttpError as error:
             await self._fail(exchange, error)

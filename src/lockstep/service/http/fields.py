@@ -163,7 +163,9 @@ class GenerateRequest(Sampling):
     id: Name = Field("", description="the caller's own name for it; comes back as it is")
     group: Name = ""
     min_version: CountOrNone = 0
-    queue_s: Annotated[float, real(0, 86400)] | None = Field(None, description="at most the server's own limit")
+    queue_s: Annotated[float, real(0, 86400)] | None = Field(
+        None, description="seconds it may wait for a replica; not given: as long as its caller does"
+    )
     stream: StrictBool = False
 
 

@@ -43,7 +43,7 @@ def prepare(surface: Surface, body: GenerateRequest, exchange: Exchange) -> Roll
         min_version=body.min_version,
         stream=body.stream,
         key=exchange.key,
-        queue_s=limits.queue_s if body.queue_s is None else min(body.queue_s, limits.queue_s),
+        queue_s=float("inf") if body.queue_s is None else body.queue_s,
     )
 
 

@@ -99,10 +99,9 @@ def rl_params(body: Sampling, served: Served, limits: Limits) -> SamplingParams:
     check_stops(body.stop_strings, limits, "stop_strings")
     check_temperature(body.temperature)
     check_top_p(body.top_p)
-    for name in ("logit_bias", "forbidden_ids"):
-        check_count("entries", len(getattr(body, name)), limits.bias, name)
-    if body.allowed_ids is not None:
-        check_count("entries", len(body.allowed_ids), limits.bias, "allowed_ids")
+    check_count("entries", len(body.logit_bias), limits.bias, "logit_bias")
+    check_count("ids", len(body.forbidden_ids), limits.ids, "forbidden_ids")
+    check_count("ids", len(body.allowed_ids or ()), limits.ids, "allowed_ids")
     values: dict[str, Any] = {name: getattr(body, name) for name in Sampling.model_fields}
     stop_ids = body.stop_ids if body.stop_ids is not None else served.tokenizer.eos_ids
     return SamplingParams(

@@ -26,11 +26,11 @@ class Limits:
     """What one caller may ask, and for how long. Times are seconds.
 
     body_bytes: of a request. prompt_tokens: of one prompt. prompts: per call; samples: prompts x n per call. stops:
-    stop texts, stop_chars: of one. bias: entries of logit_bias, ids named by allowed_ids or forbidden_ids.
-    concurrent: calls that sample or score at a time. connections: open at a time. queue_s: a request may wait for a
-    replica. header_s: from opening to the end of the headers. body_s: from there to the end of the body. stall_s: a
-    reader may leave what was sent to it unread. keep_alive_s: an idle connection stays. beat_s: a stream says that it
-    lives where it has nothing else to say.
+    stop texts, stop_chars: of one. bias: entries of logit_bias; ids: of allowed_ids or forbidden_ids. concurrent: calls
+    that sample or score at a time. connections: open at a time. queue_s: a request of the OpenAI verbs may wait for a
+    replica (one of the RL verbs says so itself). header_s: from opening to the end of the headers. body_s: from there
+    to the end of the body. stall_s: a reader may leave what was sent to it unread. keep_alive_s: an idle connection
+    stays. beat_s: a stream says that it lives where it has nothing else to say.
     """
 
     body_bytes: int = 8 << 20
@@ -40,6 +40,7 @@ class Limits:
     stops: int = 16
     stop_chars: int = 256
     bias: int = 1024
+    ids: int = 1 << 18
     concurrent: int = 1024
     connections: int = 2048
     queue_s: float = 120.0

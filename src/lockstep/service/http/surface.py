@@ -36,7 +36,6 @@ class Surface:
         self.guard = Guard(self.host, self.tokens)
         self.closing = False
         self.active = 0
-        self.names: dict[str, str] = {}
         self._workers: Workers | None = None
 
     @property
