@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def measure(lr: float, steps: int, prompts: int, samples: int) -> dict[str, Any]
         cluster = build(config)
         run_dir = rundir.claim_run_dir(config)
         records = []
-        with Progress(config, run_dir) as progress, Loop(cluster, run_dir, progress) as loop:
+        with closing(cluster), Progress(config, run_dir) as progress, Loop(cluster, run_dir, progress) as loop:
             loop.start()
             held, policy = sampler_weights(cluster.trainer.trainable), PolicyVersion(0, "start")
             for step in range(1, steps + 1):

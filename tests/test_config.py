@@ -241,6 +241,17 @@ BAD_PAIRS = [
     ("--rollout.weights_dtype fp8", ['`rollout.weights_dtype`: expected one of "compute", "int8"; got "fp8"']),
     ("--rollout.swap sometimes", ['`rollout.swap`: expected one of "auto", "always", "never"']),
     ("--rollout.max_waiting 0", ["`rollout.max_waiting`: expected a whole number >= 1"]),
+    (
+        "--rollout.staleness 1 --cluster.actor={fsdp=2}",
+        ["`rollout.staleness` = 1 with the rollout on the 2 devices of actor and reference", "a mesh of its own"],
+    ),
+    ("--rollout.staleness -1", ["`rollout.staleness`: expected a whole number >= 0"]),
+    ("--rollout.token_file t", ["`rollout.token_file` = ", "has no effect without `rollout.url`"]),
+    ("--rollout.url host:8000", ['`rollout.url` = "host:8000" is not the address of a service']),
+    (
+        "--rollout.url http://host:8000 --cluster.rollout={data=2}",
+        ["`cluster.rollout` = {data = 2", "with `rollout.url`", 'use `cluster.rollout` = "actor"'],
+    ),
     ("--train.micro_batch_rows 639", ["`train.micro_batch_rows` = 639", "use at least 640"]),
     ("--train.select informative", ["`train.select_count` = 0", "use 1 to 128"]),
     ("--train.select informative --train.select_count 129", ["`train.select_count` = 129", "use 1 to 128"]),
@@ -293,6 +304,9 @@ def test_what_is_at_the_limit_is_right() -> None:
     read("--optim.lr 0")  # a soak: nothing may move
     read("--algorithm.kl_coef 0.1 --algorithm.kl_estimator k2")
     read("--cluster.rollout {data=2} --cluster.cpu_devices 3")
+    read("--rollout.staleness 1")
+    read("--rollout.staleness 2 --cluster.actor={fsdp=2} --cluster.rollout={fsdp=2}")
+    read("--rollout.staleness 2 --cluster.actor={fsdp=2} --rollout.url http://host:8000/ --rollout.token_file t")
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -169,6 +169,11 @@ def _storage_misfits(config: Config) -> Iterator[str]:
 
 def _overlap_misfits(config: Config) -> Iterator[str]:
     rollout, cluster = config.rollout, config.cluster
+    if rollout.url is not None and cluster.owner("rollout") == "rollout":
+        yield (
+            f"`cluster.rollout` = {literal(cluster.shapes['rollout'])} with `rollout.url`: the service samples, no "
+            'sampler is built here, and its devices are its own; use `cluster.rollout` = "actor", or leave it out'
+        )
     if rollout.url is not None or not rollout.staleness:
         return
     shares = [role for role in ROLES if role != "rollout" and cluster.owner(role) == cluster.owner("rollout")]

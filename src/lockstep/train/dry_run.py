@@ -47,7 +47,9 @@ def describe(config: Config) -> str:
             *whole_blocks(spec, config.numerics.parts_on(config.cluster)),
             "gradients and staged copies are held for part of each step; activations come on top and are not counted",
             "",
-            describe_pool(pages, config.rollout.page_size, longest_sequence(config, spec), nbytes),
+            describe_pool(pages, config.rollout.page_size, longest_sequence(config, spec), nbytes)
+            if config.rollout.url is None
+            else f"completions are sampled by {config.rollout.url}, which holds its own copy of the weights",
             _sync_cost(config),
         ]
     )
@@ -78,9 +80,10 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
             "gradients": 2 * trained,
             snapshot_column(dial.mesh("actor").devices.flat[0]): versions_kept(config.rollout) * trained,
         },
-        "rollout": {"kv": planned_pool(config, spec)[1]},
     }
-    if config.rollout.weights_dtype == "int8":
+    if config.rollout.url is None:
+        sizes["rollout"] = {"kv": planned_pool(config, spec)[1]}
+    if config.rollout.url is None and config.rollout.weights_dtype == "int8":
         sizes["rollout"]["int8 matrices"] = int8_bytes(leaves.all, dial.role("rollout").axes)
     if not dial.colocated("actor", "rollout"):
         sizes["rollout"]["parameters"] = parameters("rollout", sampler)

@@ -29,7 +29,7 @@ from lockstep import checkpoint, metrics, store
 from lockstep.algorithms.advantages import GroupAdvantages
 from lockstep.config import Config
 from lockstep.envs.base import Score
-from lockstep.errors import CheckpointError, NumericsError, RewardError, ServiceError, SyncError
+from lockstep.errors import CheckpointError, LockstepError, NumericsError, RewardError, ServiceError, SyncError
 from lockstep.progress import Progress
 from lockstep.report import write_report
 from lockstep.rollout.pool_size import describe_pool
@@ -170,7 +170,8 @@ class Loop:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         """Cancel what is under way and close the logs. After an error, say in `log.txt` what stopped the run, and how
         to go on."""
-        self.batches.close()
+        with nullcontext() if value is None else suppress(LockstepError):  # what stopped the run is said, not this
+            self.batches.close()
         self._logs.close()
         if value is None:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,15 +12,12 @@ import numpy as np
 import pytest
 
 from lockstep.config import load_config
-from lockstep.errors import LockstepError, MismatchError, QueueFullError, ServiceError
+from lockstep.errors import LockstepError, MismatchError, ServiceError
 from lockstep.metrics import read_jsonl
 from lockstep.rollout.engine import request_seed
-from lockstep.service.requests import Ended, RolloutRequest, Started
-from lockstep.train.rollouts import Batch, Batches, consumable, dropped_counts
-from lockstep.train.watchdog import Watchdog
-from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams, Trajectory
+from lockstep.service.requests import Ended, RolloutRequest
+from lockstep.types import PolicyVersion
 
-IDS = np.arange(2, dtype=np.int32)
 APART = "--cluster={actor = {}, rollout = {data = 2}, reference = {data = 2}}"
 
 
@@ -361,59 +357,3 @@ def test_a_sampler_that_does_not_finish_before_a_flip_is_named(kit, opened, tmp_
             freed.set()
     log = (loop.run_dir / "log.txt").read_text()
     assert "version 2 is not served yet: 3 groups of later steps are under way; service: " in log
-
-
-def test_the_watchdog_says_nothing_to_those_who_are_quick() -> None:
-    said: list[str] = []
-    with Watchdog(said.append, 60).watching(lambda: "x"):
-        pass
-    with Watchdog(said.append, 0.01).watching(lambda: "step 9"):
-        until = time.monotonic() + 30
-        while len(said) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-    assert len(said) >= 2 and said[0].startswith("step 9 (for ")
-
-
-# ---------------------------------------------------------------- parts
-
-
-def batch_of(*ends: Ended) -> Batch:
-    prompts = [Prompt(str(i), "", (1,)) for i in range(len(ends))]
-    return Batch(1, prompts, 0, {p.id: end for p, end in zip(prompts, ends, strict=True)})
-
-
-def test_reasons_are_counted() -> None:
-    good = Trajectory(IDS, IDS, np.zeros(2, np.float32), IDS, "stop", 0, "3", 0, Fingerprint("", "", "", ""))
-    ends = [Ended("failed", reason="x: y"), Ended("aborted", reason="z"), Ended("failed"), Ended("finished", (good,))]
-    kept, dropped = consumable(batch_of(*ends), 0, "drop")
-    assert kept == [good] and list(dropped) == ["0", "1", "2"]
-    assert dropped_counts(dropped) == {"dropped/stale": 0, "dropped/aborted": 1, "dropped/failed": 2}
-    with pytest.raises(ServiceError, match="nothing to train on, all 4 groups were dropped"):
-        consumable(batch_of(*ends), 1, "drop")  # its first token is of version 0
-
-
-class Full:
-    """A service that refuses every second request at first, and answers at once."""
-
-    def __init__(self) -> None:
-        self.asked: list[RolloutRequest] = []
-        self.refuse = True
-
-    def submit(self, request: RolloutRequest, on_event) -> None:
-        self.refuse = not self.refuse
-        if self.refuse:
-            raise QueueFullError("too many wait")
-        self.asked.append(request)
-        on_event(Started(PolicyVersion(0, "0"), "one"))
-        on_event(Ended("finished"))
-
-
-def test_what_a_full_queue_refuses_is_sent_again_in_order() -> None:
-    service = Full()
-    batches = Batches(service, SamplingParams(1.0, 2, frozenset()), seed=3, samples=2)
-    prompts = [Prompt(str(i), "", (1,)) for i in range(5)]
-    batches.ask([Batch(1, prompts, 7)])
-    batch = batches.collect(1, 60)
-    assert [r.id for r in service.asked] == list(batch.ends) == ["0", "1", "2", "3", "4"]
-    assert {r.min_version for r in service.asked} == {7} and batch.first <= batch.last and batches.open == 0
-    assert service.asked[4].seeds == tuple(request_seed(3, 1, "4", i) for i in range(2))
