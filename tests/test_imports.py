@@ -107,7 +107,7 @@ def wrong_arrow(importer: str, imported: str) -> str | None:
     if here in ("", "__main__"):
         return None  # the front doors: everything is behind them
     if there == "":
-        return None if importer == "lockstep.cli" else "the package's front door is for users"
+        return None if part(importer) == "cli" else "the package's front door is for users"
     unknown = {here, there} - LEVEL.keys()
     if unknown:
         return f"{unknown} has no layer: put it into LAYERS of this test and into the design"
