@@ -1,4 +1,4 @@
-"""Kill -9 at random: a replica, the server, the trainer. Every request is accounted for, and the run comes out the same.
+"""Kill -9 at random: a replica, the server, the trainer. Every request is accounted for, the run comes out the same.
 
     python benchmarks/chaos.py --seconds 600 --out benchmarks/results/chaos.json
 
