@@ -113,7 +113,7 @@ class Bench:
         local = Local.start(config.rollout, sampler)
         sync, replica = make_sync(config, leaves, sides, actor.trainable, local, leaf_digests(actor.frozen))
         return replace(
-            base, trainer=actor, local=local, rollouts=local.service, sync=sync, replica=replica,
+            base, trainer=actor, local=local, rollouts=local.service, sync=sync, own_replica=replica,
             fingerprint=fingerprint, sampling=sampling or base.sampling,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -232,7 +233,7 @@ def test_stale_weights_under_the_right_number_are_found(kit, opened, tmp_path) -
     """Right label, wrong weights: only the comparison of the bits can tell, before the update."""
     with opened(kit.config(tmp_path)) as loop:
         loop.start()
-        stale = {path: np.asarray(leaf) for path, leaf in loop.cluster.replica.installed.items()}
+        stale = {path: jnp.copy(leaf) for path, leaf in loop.cluster.replica.installed.items()}
         loop.step()
         cluster = loop.cluster
         cluster.engine.install(cluster.engine.version, {**cluster.rollout_frozen, **stale})
@@ -245,7 +246,7 @@ def test_stale_weights_under_the_right_number_are_found(kit, opened, tmp_path) -
 def test_fast_mode_measures_the_mismatch_and_goes_on(kit, opened, left, tmp_path) -> None:
     with opened(kit.config(tmp_path, '--numerics={mode = "fast"}', "--run.steps=9")) as loop:
         loop.start()
-        stale = {path: np.asarray(leaf) for path, leaf in loop.cluster.replica.installed.items()}
+        stale = {path: jnp.copy(leaf) for path, leaf in loop.cluster.replica.installed.items()}
         loop.step()
         cluster = loop.cluster
         cluster.engine.install(cluster.engine.version, {**cluster.rollout_frozen, **stale})
