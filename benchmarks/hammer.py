@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,8 @@ class Heard:
 class Clients:
     """So many threads, each with one request at a time. heard: of all requests so far."""
 
-    def __init__(self, server: Server, count: int, most_tokens: int) -> None:
-        self._server, self._most = server, most_tokens
+    def __init__(self, server: Server, count: int, most_tokens: int, temperatures: Sequence[float]) -> None:
+        self._server, self._most, self._temperatures = server, most_tokens, list(temperatures)
         self._stop = threading.Event()
         self.heard: list[Heard] = []
         self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(count)]
@@ -86,7 +86,7 @@ class Clients:
             asked = RolloutRequest(
                 Prompt(f"{client}/{made}", "", prompt),
                 seeds,
-                SamplingParams(float(rng.choice([0.6, 1.0, 1.3])), tokens, frozenset()),
+                SamplingParams(float(rng.choice(self._temperatures)), tokens, frozenset()),
                 stream=bool(rng.integers(2)),
             )
             heard = Heard(asked)
@@ -221,11 +221,12 @@ def run(
     every_s: float = 0.0,
     quiet_s: float = 2.0,
     most_tokens: int = 64,
+    temperatures: Sequence[float] = (1.0,),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """One hammering; see above. every_s: between two swaps at least. quiet_s: without swaps, before and after."""
     with Server(spec, replicas=replicas, update=update, sync_token=TOKEN, say=say) as server:
-        trainer, load = Trainer(server), Clients(server, clients, most_tokens)
+        trainer, load = Trainer(server), Clients(server, clients, most_tokens, temperatures)
         speed(server, quiet_s)  # everything is compiled then
         quiet = [speed(server, quiet_s)]
         before, start = tokens(server), time.perf_counter()

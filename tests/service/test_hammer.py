@@ -26,7 +26,14 @@ def hammer() -> ModuleType:
 def hammered(hammer: ModuleType, folder: Path, update: str, swaps: int, replicas: int) -> None:
     spec = ServeSpec(model=str(folder), slots=8, max_positions=112)
     result = hammer.run(
-        spec, swaps=swaps, update=update, replicas=replicas, clients=6, quiet_s=0.5, say=lambda line: None
+        spec,
+        swaps=swaps,
+        update=update,
+        replicas=replicas,
+        clients=6,
+        quiet_s=0.5,
+        temperatures=(0.6, 1.0, 1.3),
+        say=lambda line: None,
     )
     assert not hammer.broken(result), result
     assert result["finished"] > 5 and result["versions"] > 3 and result["scored_tokens"] == result["tokens"], result
