@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,9 @@ import numpy as np
 import optax
 
 from lockstep.algorithms import ALGORITHMS
-from lockstep.cluster.devices import default_memory, device_kinds, snapshot_memory
+from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
-from lockstep.cluster.quantised_weights import int8_bytes
 from lockstep.cluster.sharding import place
 from lockstep.config import Config, OptimConfig
 from lockstep.envs.base import Task
@@ -45,7 +43,6 @@ from lockstep.train.batching import Geometry
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
 from lockstep.train.remote import Remote
 from lockstep.train.serving import Local, queue_bound
-from lockstep.train.stale import versions_kept
 from lockstep.train.syncing import make_remote_sync, make_sync, remote_mapping
 from lockstep.train.trainer import Trainer
 from lockstep.types import Fingerprint, SamplingParams
@@ -389,52 +386,3 @@ def _reference(
     programs = Programs(model.spec, actor[0].num, dial.mesh("reference"), table)
     weights = place(model.params, table, programs.mesh)
     return Reference(programs, SplitWeights.of(weights, model.spec.num_layers), _geometry(config, programs), False)
-
-
-def device_bytes(tree: Any) -> int:
-    """Largest number of bytes that one device holds of a tree of arrays, an array that occurs twice counted once."""
-    held: dict[Any, int] = {}
-    for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values():
-        for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return max(held.values(), default=0)
-
-
-def snapshot_column(device: jax.Device) -> str:
-    """What the snapshot's bytes are listed under: they may lie in the host's memory, not the device's."""
-    memory = snapshot_memory(device)
-    return "snapshot" if memory == default_memory(device) else f"snapshot ({memory})"
-
-
-def bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
-    """What each role holds on each of its devices, measured from the arrays. An alias counts only what it adds.
-
-    Two columns come and go within a step, and are of the trained leaves' layout: `gradients`, the sum so far and one
-    micro-batch's share of it; `staged`, the new tree of a sync beside the installed one. Activations are not counted.
-    """
-    trainer, dial = cluster.trainer, cluster.dial
-    trained = device_bytes(trainer.trainable)
-    held = {
-        "actor": {
-            "parameters": device_bytes(trainer.params),
-            "optimizer": device_bytes(trainer.optimizer_state),
-            "gradients": 2 * trained,
-            snapshot_column(dial.mesh("actor").devices.flat[0]): versions_kept(cluster.config.rollout) * trained,
-        },
-    }
-    if cluster.local is not None:
-        held["rollout"] = {"kv": cluster.engine.kv_bytes_per_device()}
-        if cluster.engine.storage.weights == "int8":  # made with the first version, so not there to be measured yet
-            held["rollout"]["int8 matrices"] = int8_bytes(cluster.engine.programs.leaves, dial.role("rollout").axes)
-    if cluster.own_replica is not None and not dial.colocated("actor", "rollout"):
-        held["rollout"]["parameters"] = device_bytes((cluster.rollout_frozen, cluster.replica.installed))
-        held["rollout"]["staged"] = device_bytes(cluster.replica.installed)
-    if cluster.reference is not None:
-        weights = cluster.reference.weights
-        # The initial weights of a full-parameter run are the actor's own, yet only until the first update.
-        shared = {id(a) for path, a in trainer.params.items() if path not in trainer.trainable}
-        shared |= {id(a) for a in cluster.rollout_frozen.values()}
-        own = [a for a in jax.tree.leaves((weights.embed, weights.layers, weights.head)) if id(a) not in shared]
-        if own:
-            held["reference"] = {"parameters": device_bytes(own)}
-    return held

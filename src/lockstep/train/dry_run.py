@@ -17,7 +17,8 @@ from lockstep.plan.answer import plan_of
 from lockstep.plan.request import request_of_recipe
 from lockstep.rollout.pool_size import describe_pool, head_shares, pages_of_recipe, pool_bytes, row_bytes
 from lockstep.text import format_bytes
-from lockstep.train.assembly import longest_sequence, measures_kl, snapshot_column
+from lockstep.train.assembly import longest_sequence, measures_kl
+from lockstep.train.footprint import snapshot_column
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
 from lockstep.train.stale import versions_kept
 
@@ -56,7 +57,7 @@ def describe(config: Config) -> str:
 
 
 def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit) -> dict[str, dict[str, int]]:
-    """Bytes per device and role, by the rules that place the arrays: the columns of `assembly.bytes_per_role`.
+    """Bytes per device and role, by the rules that place the arrays: the columns of `footprint.bytes_per_role`.
 
     Raises ConfigError if the model has too few positions for the recipe.
     """

@@ -21,7 +21,8 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
 from lockstep.models.fetch import cache_dir
 from lockstep.sync.receipt import Counters
-from lockstep.train.assembly import Cluster, bytes_per_role, make_storage
+from lockstep.train.assembly import Cluster, make_storage
+from lockstep.train.footprint import bytes_per_role
 from lockstep.types import Fingerprint
 
 

@@ -17,8 +17,9 @@ from lockstep.models.init import init_params
 from lockstep.models.spec import num_parameters
 from lockstep.plan.answer import plan_of
 from lockstep.plan.request import request_of_recipe
-from lockstep.train.assembly import build, bytes_per_role, device_bytes, snapshot_column
+from lockstep.train.assembly import build
 from lockstep.train.dry_run import describe, planned_bytes
+from lockstep.train.footprint import bytes_per_role, device_bytes, snapshot_column
 from lockstep.train.policy import split_leaves
 
 APART = "--cluster={actor = {fsdp = 2, tensor = 2}, rollout = {data = 2}, reference = {tensor = 2}}"
