@@ -13,6 +13,7 @@ from lockstep.cli.words import Add, number, say
 if TYPE_CHECKING:
     from lockstep.serve.server import Server
     from lockstep.service.http.settings import AccessTokens, Limits
+    from lockstep.service.journal import Journal
 
 
 def _serve(options: argparse.Namespace) -> int | None:
@@ -25,6 +26,7 @@ def _serve(options: argparse.Namespace) -> int | None:
     from lockstep.service.http.guard import check_host
     from lockstep.service.http.server import bind
     from lockstep.service.http.settings import AccessTokens, read_tokens
+    from lockstep.service.journal import Journal
 
     # What can be wrong without a model is found before one is loaded.
     tokens = AccessTokens() if options.token_file is None else read_tokens(Path(options.token_file))
@@ -42,10 +44,14 @@ def _serve(options: argparse.Namespace) -> int | None:
         kv_memory_mib=options.kv_memory_mib or 0,
         warm_up=options.warm_up,
     )
+    journal = None if options.journal is None else Journal(Path(options.journal), fsync=options.fsync, say=say)
+    if journal is not None and journal.recovered:
+        say(f"journal {journal.path}: {journal.recovered} requests were under way when its last server stopped")
     listener = bind(options.host, options.port)
     try:
         server = Server(
             spec,
+            ledger=journal,
             replicas=options.replicas,
             update=options.policy,
             max_waiting=options.max_waiting,
@@ -57,7 +63,11 @@ def _serve(options: argparse.Namespace) -> int | None:
     except BaseException:
         listener.close()
         raise
-    return _run(options, server, tokens, listener, weights_dir)
+    try:
+        return _run(options, server, tokens, listener, weights_dir, journal)
+    finally:
+        if journal is not None:
+            journal.close()
 
 
 def _limits(options: argparse.Namespace) -> Limits:
@@ -72,12 +82,18 @@ def _limits(options: argparse.Namespace) -> Limits:
 
 
 def _run(
-    options: argparse.Namespace, server: Server, tokens: AccessTokens, listener: Any, weights_dir: Path | None
+    options: argparse.Namespace,
+    server: Server,
+    tokens: AccessTokens,
+    listener: Any,
+    weights_dir: Path | None,
+    journal: Journal | None,
 ) -> int | None:
     """Serve until told to stop; says what was in flight then."""
     import asyncio
 
     import lockstep
+    from lockstep.service.http.replay import MemoryReplay
     from lockstep.service.http.server import HttpServer
     from lockstep.service.http.settings import Served
     from lockstep.service.http.surface import Surface
@@ -85,7 +101,7 @@ def _run(
     model, limits = server.served.model, _limits(options)
     name = options.name or Path(options.model or model.source).name
     served = Served(name, model.tokenizer, model.spec.vocab_size, server.served.max_positions, weights_dir=weights_dir)
-    surface = Surface(server.service, server, served, limits, tokens, options.host)
+    surface = Surface(server.service, server, served, limits, tokens, options.host, journal or MemoryReplay())
     http = HttpServer(surface, listener, options.grace_s, lockstep.__version__)
 
     def on_ready() -> None:
@@ -135,6 +151,11 @@ def add_serve(add: Add) -> None:
         "--policy", choices=("drain", "abort", "dual"), default="drain",
         help="when a version comes, requests under way: finish first, start anew, or finish beside it (default: drain)",
     )  # fmt: skip
+    serve.add_argument(
+        "--journal", metavar="FILE",
+        help="what was admitted and how it ended, and the answers to idempotency keys: kept across a crash",
+    )  # fmt: skip
+    serve.add_argument("--fsync", action="store_true", help="wait for the disk with every line of the journal")
     serve.add_argument("--weights-dir", metavar="DIR", help="the only folder that versions may be staged from")
     serve.add_argument(
         "--sync-host", metavar="HOST", default="127.0.0.1", help="where trainers' weight syncs are taken"

@@ -60,7 +60,7 @@ TICK_S = 0.25  # how late a request that waited too long may be told so
 class Ledger(Interface):
     """What was admitted and how it ended, kept beyond this process (`journal.Journal`)."""
 
-    def admitted(self, request: RolloutRequest, body_digest: str) -> None: ...
+    def admitted(self, request: RolloutRequest) -> None: ...
 
     def ended(self, request_id: str, end: Ended) -> None: ...
 
@@ -143,8 +143,8 @@ class RolloutService:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: RolloutRequest, on_event: OnEvent, body_digest: str = "") -> None:
-        """As `Rollouts.submit`. body_digest: of what the client sent, for the journal."""
+    def submit(self, request: RolloutRequest, on_event: OnEvent) -> None:
+        """As `Rollouts.submit`."""
         with self._lock:
             workers = [w for name, w in self.workers.items() if self.protocol.replicas[name].alive]
             if not workers and not self._on_lost and not self.protocol.closing:
@@ -153,7 +153,7 @@ class RolloutService:
                 workers[0].check(request)
             self.protocol.require_admissible(request)
             if self.ledger is not None:
-                self.ledger.admitted(request, body_digest)
+                self.ledger.admitted(request)
             self._clients[request.id] = _Client(request, on_event, time.monotonic())
             self._apply(self.protocol.admit(request))
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
@@ -160,14 +161,12 @@ class Endpoint:
         if stored is not None:
             await exchange.reply(stored, {"idempotent-replayed": "true"})
             return
-        exchange.record()
+        # Kept before the client has all of it: a server that is killed in between has nothing to take back.
+        exchange.record(partial(replay.keep, key))
         try:
             await self._watched(body, exchange)
         finally:
-            if (answer := exchange.answered()) is not None:
-                replay.keep(key, answer)
-            else:
-                replay.release(key)
+            replay.release(key)
 
     async def _watched(self, body: Any, exchange: Exchange) -> None:
         """Carry the verb out; stop at once when the other side leaves."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -38,7 +38,7 @@ class Exchange:
         self.key = ""
         self.status = 0
         self.finished = False
-        self._answer: Stored | None = None
+        self._on_answer: Callable[[Stored], None] | None = None
         self._recorded: list[bytes] | None = None
         self._room = MOST_RECORDED
         self._media = JSON
@@ -80,13 +80,9 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    def record(self) -> None:
-        """Keep what is answered, for `answered`."""
-        self._recorded = []
-
-    def answered(self) -> Stored | None:
-        """The whole answer, where it was recorded, succeeded, and is not too long to keep."""
-        return self._answer
+    def record(self, on_answer: Callable[[Stored], None]) -> None:
+        """Hand over the whole answer before its last part is sent, where it succeeded and is not too long to keep."""
+        self._recorded, self._on_answer = [], on_answer
 
     async def reply(self, stored: Stored, headers: Mapping[str, str] | None = None) -> None:
         await self.start(stored.status, stored.media, dict(stored.headers) | dict(headers or {}), len(stored.body))
@@ -123,7 +119,8 @@ class Exchange:
     async def end(self, data: bytes = b"") -> None:
         if self._recorded is not None and self.status == 200 and len(data) <= self._room:
             body = b"".join([*self._recorded, data])
-            self._answer = Stored(self.status, self._media, self._kept_headers, body)
+            assert self._on_answer is not None
+            self._on_answer(Stored(self.status, self._media, self._kept_headers, body))
         self._recorded = None
         await self.write(data, more=False)
 
