@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import tokenizers
@@ -9,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.models.tokenizer import Tokenizer
+from lockstep.service.http.calls import one_line
 from lockstep.service.http.detokenise import LONGEST_HELD, Detokeniser, StopCutter
 
 
@@ -117,3 +119,9 @@ def test_no_more_is_held_back_than_could_begin_a_stop_text(parts: list[str], sto
         if not cutter.stopped:
             held = seen[len(given_out) :]
             assert seen.startswith(given_out) and (not held or any(s.startswith(held) for s in stops))
+
+
+@given(st.text())
+def test_an_event_is_one_line_to_every_reader(text: str) -> None:
+    line = one_line({"text": text})
+    assert json.loads(line) == {"text": text} and len(line.decode().splitlines()) == 1

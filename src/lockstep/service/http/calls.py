@@ -25,6 +25,18 @@ from lockstep.types import PolicyVersion
 EVENTS = "text/event-stream"
 
 
+# Characters at which some readers of lines break one (Python's `splitlines`, and clients built on it).
+_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\x85\u2028\u2029"}
+
+
+def one_line(value: Any) -> bytes:
+    """JSON that is one line to every reader."""
+    data = to_json(value)
+    for raw, escaped in _BREAKS.items():
+        data = data.replace(raw, escaped)
+    return data
+
+
 class Shape(Protocol):
     """How a verb writes its choices. prefix: of ids."""
 
@@ -223,7 +235,7 @@ class _Writer:
         chunk = self._head | {"choices": choices}
         if self._call.usage:
             chunk["usage"] = None
-        return b"data: " + to_json(chunk | more) + b"\n\n"
+        return b"data: " + one_line(chunk | more) + b"\n\n"
 
     def openings(self) -> bytes:
         identity = self._call.identity(self._id)
@@ -249,7 +261,7 @@ class _Writer:
         [DONE] follows."""
         left = [c for c in self._call.every if not c.announced]
         out = [self._event([self._call.shape.closing(c, "abort")]) for c in left]
-        return b"".join(out) + b"data: " + to_json(error.body()) + b"\n\n"
+        return b"".join(out) + b"data: " + one_line(error.body()) + b"\n\n"
 
     def end(self) -> bytes:
         usage = self._event([], usage=self._call.used()) if self._call.usage else b""
