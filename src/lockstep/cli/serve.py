@@ -91,8 +91,8 @@ def _run(
 ) -> int | None:
     """Serve until told to stop; says what was in flight then."""
     import asyncio
+    from importlib.metadata import version
 
-    import lockstep
     from lockstep.service.http.replay import MemoryReplay
     from lockstep.service.http.server import HttpServer
     from lockstep.service.http.settings import Served
@@ -102,7 +102,7 @@ def _run(
     name = options.name or Path(options.model or model.source).name
     served = Served(name, model.tokenizer, model.spec.vocab_size, server.served.max_positions, weights_dir=weights_dir)
     surface = Surface(server.service, server, served, limits, tokens, options.host, journal or MemoryReplay())
-    http = HttpServer(surface, listener, options.grace_s, lockstep.__version__)
+    http = HttpServer(surface, listener, options.grace_s, version("lockstep-rl"))
 
     def on_ready() -> None:
         print(f"listening on {http.url}")
