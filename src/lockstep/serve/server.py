@@ -143,27 +143,39 @@ class Server:
             if one.restarts > 1 and self._closing.wait(pauses.popleft()):
                 return
             try:
-                one.worker = self._spawn(name)
-                old = one.relayed.inner
-                one.relayed.inner = RemoteReplica(
-                    name, one.worker.sync_address, one.worker.sync_token, old.transport, source="the front"
-                )
-                old.close()
-                one.route = self._route(one.relayed)
-                self._join(one)
-                policy = self.versions.catch_up(one.route)
+                worker = self._spawn(name)
             except LockstepError as error:
                 reason = str(error)
                 continue
-            self._say(
-                f"{name} is back" + (f", serving {policy}" if policy else "; the trainer's next version comes to it")
-            )
-            settled = threading.Timer(SERVED_S, self._settled, (one, one.worker))
-            settled.daemon = True
-            settled.start()
+            with self._lock:
+                if self._closing.is_set():
+                    worker.kill()
+                    return
+                one.worker = worker
+            self._take_in(one)
             return
         if not self._closing.is_set():
             self._say(f"{name} was lost {one.restarts} times in a row and is not started again: {reason}")
+
+    def _take_in(self, one: _Replica) -> None:
+        """A replica that was started again: requests and versions go to it from now on."""
+        name, worker, old = one.worker.name, one.worker, one.relayed.inner
+        one.relayed.inner = RemoteReplica(
+            name, worker.sync_address, worker.sync_token, old.transport, source="the front"
+        )
+        old.close()
+        one.route = self._route(one.relayed)
+        self._join(one)
+        try:
+            policy = self.versions.catch_up(one.route)
+        except LockstepError as error:
+            self._say(f"{name} cannot be brought to what is served: {error}")
+            worker.kill()  # and is heard of as lost
+            return
+        self._say(f"{name} is back" + (f", serving {policy}" if policy else "; the trainer's next version comes to it"))
+        settled = threading.Timer(SERVED_S, self._settled, (one, worker))
+        settled.daemon = True
+        settled.start()
 
     def _settled(self, one: _Replica, worker: ProcessWorker) -> None:
         if one.worker is worker:
@@ -188,7 +200,8 @@ class Server:
 
     def close(self, deadline_s: float) -> dict[Outcome, list[str]]:
         """As `RolloutService.close`; the processes are gone when it returns."""
-        self._closing.set()
+        with self._lock:
+            self._closing.set()
         ends = self.service.close(deadline_s)
         for one in self._replicas.values():
             one.server.close()
