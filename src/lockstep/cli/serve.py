@@ -54,6 +54,7 @@ def _serve(options: argparse.Namespace) -> int | None:
             ledger=journal,
             replicas=options.replicas,
             update=options.policy,
+            flips=options.flips,
             max_waiting=options.max_waiting,
             weights_dir=weights_dir,
             sync_token=tokens.sync,
@@ -150,6 +151,10 @@ def add_serve(add: Add) -> None:
     serve.add_argument(
         "--policy", choices=("drain", "abort", "dual"), default="drain",
         help="when a version comes, requests under way: finish first, start anew, or finish beside it (default: drain)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--flips", choices=("rolling", "together"), default="rolling",
+        help="replicas take a version over one after the other, or prepare all at once (default: rolling)",
     )  # fmt: skip
     serve.add_argument(
         "--journal", metavar="FILE",

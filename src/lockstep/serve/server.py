@@ -26,7 +26,7 @@ from lockstep.serve.spec import ServeSpec
 from lockstep.serve.versions import Versions
 from lockstep.service.controls import Source
 from lockstep.service.requests import Outcome, UpdatePolicy
-from lockstep.service.service import Ledger, RolloutService
+from lockstep.service.service import Flips, Ledger, RolloutService
 from lockstep.sync.channel import new_token
 from lockstep.sync.remote import RemoteReplica
 from lockstep.sync.replica_server import ReplicaServer
@@ -53,7 +53,7 @@ class _Replica:
 class Server:
     """Implements `controls.Controls`; `service` implements `requests.Rollouts`.
 
-    replicas: how many. weights_dir: where `stage` may read versions from. sync_token: the secret of trainers that sync
+    replicas: how many. update, flips, max_waiting, ledger: as `RolloutService`. weights_dir: where `stage` may read versions from. sync_token: the secret of trainers that sync
     by themselves (default: a new one, which nobody knows). sync_host: where their connections are taken. environments:
     per replica, beside this process's environment (which devices it may use). say: told what takes long, and what is
     lost.
@@ -65,6 +65,7 @@ class Server:
         *,
         replicas: int = 1,
         update: UpdatePolicy = "drain",
+        flips: Flips = "rolling",
         max_waiting: int = 4096,
         ledger: Ledger | None = None,
         weights_dir: Path | None = None,
@@ -77,7 +78,7 @@ class Server:
         self._sync_token, self._sync_host = sync_token or new_token(), sync_host
         self._environments = environments
         self.served: Served = load_served(spec, self._say)
-        self.service = RolloutService(update=update, max_waiting=max_waiting, ledger=ledger)
+        self.service = RolloutService(update=update, flips=flips, max_waiting=max_waiting, ledger=ledger)
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-serve-"))
         self._replicas: dict[str, _Replica] = {}
         self._closing = threading.Event()

@@ -52,6 +52,7 @@ from lockstep.sync.route import Route
 from lockstep.sync.transport import Deadline
 from lockstep.types import PolicyVersion, Trajectory
 
+Flips = Literal["rolling", "together"]
 LOG = logging.getLogger("lockstep.service")
 RETIRED_KEPT = 64  # of the versions that were let go, for the status
 TICK_S = 0.25  # how late a request that waited too long may be told so
@@ -90,7 +91,7 @@ class RolloutService:
         self,
         *,
         update: UpdatePolicy = "drain",
-        flips: Literal["rolling", "together"] = "rolling",
+        flips: Flips = "rolling",
         max_waiting: int = 4096,
         ledger: Ledger | None = None,
     ) -> None:
