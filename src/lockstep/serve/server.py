@@ -53,10 +53,10 @@ class _Replica:
 class Server:
     """Implements `controls.Controls`; `service` implements `requests.Rollouts`.
 
-    replicas: how many. update, flips, max_waiting, ledger: as `RolloutService`. weights_dir: where `stage` may read versions from. sync_token: the secret of trainers that sync
-    by themselves (default: a new one, which nobody knows). sync_host: where their connections are taken. environments:
-    per replica, beside this process's environment (which devices it may use). say: told what takes long, and what is
-    lost.
+    replicas: how many. update, flips, max_waiting, ledger: as `RolloutService`. weights_dir: where `stage` may read
+    versions from. sync_token: the secret of trainers that sync by themselves (default: a new one, which nobody knows).
+    sync_host: where their connections are taken. environments: per replica, beside this process's environment (which
+    devices it may use). say: told what takes long, and what is lost.
     """
 
     def __init__(
