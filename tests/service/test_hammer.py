@@ -36,7 +36,7 @@ def hammered(hammer: ModuleType, folder: Path, update: str, swaps: int, replicas
         say=lambda line: None,
     )
     assert not hammer.broken(result), result
-    assert result["finished"] > 5 and result["versions"] > 3 and result["scored_tokens"] == result["tokens"], result
+    assert result["finished"] > 5 and result["versions"] > 1 and result["scored_tokens"] == result["tokens"], result
 
 
 @pytest.mark.parametrize(("update", "swaps", "replicas"), [("dual", 12, 1), ("drain", 5, 2), ("abort", 8, 1)])

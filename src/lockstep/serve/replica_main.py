@@ -40,10 +40,16 @@ def main() -> int:
     """Exit code: 0 when told to stop, 1 when the front is gone, 2 when it could not be set up (the front says why)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front says when to stop
     birth: Birth = BIRTH.validate_json(sys.stdin.read())
-    events, commands = (
-        connect(birth.front, birth.token, here=f"{birth.name} {kind}", there="the front", deadline=Deadline.after(30))
-        for kind in ("events", "commands")
-    )
+    try:
+        events, commands = (
+            connect(
+                birth.front, birth.token, here=f"{birth.name} {kind}", there="the front", deadline=Deadline.after(30)
+            )
+            for kind in ("events", "commands")
+        )
+    except SyncError as error:
+        print(f"{birth.name}: {error}", file=sys.stderr)
+        return 1
     try:
         return _serve(birth, commands, events)
     except LockstepError as error:
