@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from lockstep.errors import ServiceError, SyncError
 from lockstep.models.hf import load_folder, save_folder
+from lockstep.serve.folder import PREFIX, SocketFolder
 from lockstep.serve.server import Server
 from lockstep.serve.spec import ServeSpec
 from lockstep.service.blocking import run_all, score
@@ -85,6 +88,11 @@ def test_requests_run_in_both_processes_and_are_scored_to_the_bit(server: Server
         assert np.asarray(logprobs[7:], np.float32).tobytes() == t.logprobs.tobytes()
 
 
+def test_one_token_has_no_probability_but_an_answer(server: Server) -> None:
+    ((policy, logprobs),) = score(server.service, [[5]], 1.0)
+    assert policy == server.policy and len(logprobs) == 1 and np.isnan(logprobs[0])
+
+
 def test_a_version_is_staged_from_a_folder_and_committed(server: Server) -> None:
     before = run_all(server.service, [request()])[0].policy
     staged = server.stage(Source("files", "v1"), before.number + 1)
@@ -122,6 +130,43 @@ def test_a_staged_version_can_be_aborted(server: Server) -> None:
 def test_what_cannot_be_staged_is_said(server: Server, source: Source, message: str) -> None:
     with pytest.raises(SyncError, match=message):
         server.stage(source, server.service.status().published.number + 1)
+
+
+def test_a_version_whose_files_are_links_to_outside_is_not_read(
+    server: Server, weights_dir: Path, tiny_folder: Path
+) -> None:
+    for name, make in (
+        ("linked", lambda path: path.symlink_to(tiny_folder / "model.safetensors")),
+        ("endless", lambda path: os.mkfifo(path)),
+    ):
+        shutil.copytree(tiny_folder, weights_dir / name, ignore=shutil.ignore_patterns("model.safetensors"))
+        make(weights_dir / name / "model.safetensors")
+        with pytest.raises(SyncError, match=r"'model\.safetensors' of the version's folder"):
+            server.stage(Source("files", name), server.service.status().published.number + 1)
+
+
+def test_of_a_commit_and_an_abort_at_once_one_counts(server: Server) -> None:
+    for turn in range(6):
+        number = server.service.status().published.number + 1
+        server.stage(Source("files", f"v{turn % 3 + 1}"), number)
+        start, done = threading.Barrier(3), dict[str, int]()
+
+        def carry_out(what: str, call, number: int = number, start=start, done=done) -> None:
+            start.wait()
+            try:
+                call(number)
+            except SyncError:
+                return
+            done[what] = number
+
+        verbs = {"commit": server.commit, "abort": server.abort_version, "again": server.commit}
+        threads = [threading.Thread(target=carry_out, args=verb) for verb in verbs.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (said,) = done
+        assert (server.service.status().published.number == number) == (said != "abort")
 
 
 def test_a_trainer_syncs_through_the_front(server: Server, weights_dir: Path) -> None:
@@ -168,6 +213,69 @@ def test_a_killed_replica_s_requests_go_on_elsewhere_and_it_comes_back(server: S
     assert server.service.status().redispatched
     until(lambda: {(r.alive, r.active) for r in server.service.status().replicas} == {(True, policy)})
     assert any(f"{victim} is back, serving {policy}" in line for line in server.said)
+
+
+@pytest.mark.parametrize("staged_first", [True, False])
+def test_a_replica_that_comes_back_between_staging_and_commit_serves_what_was_committed(
+    server: Server, staged_first: bool
+) -> None:
+    """It holds nothing that it could commit: it is brought to the new version all the same."""
+    number = server.service.status().published.number + 1
+    victim = server._replicas["rollout-1"]
+
+    def alive() -> bool:
+        return next(r.alive for r in server.service.status().replicas if r.name == "rollout-1")
+
+    if staged_first:
+        server.stage(Source("files", "v2"), number)
+    os.kill(victim.worker.pid, signal.SIGKILL)
+    until(lambda: not alive())
+    if not staged_first:
+        server.stage(Source("files", "v2"), number)
+    until(lambda: all(r.active is not None for r in server.service.status().replicas))
+    server.commit(number)
+    status = server.service.status()
+    assert {(r.active.number, r.accepting) for r in status.replicas} == {(number, True)}
+
+
+def test_a_replica_that_cannot_be_brought_to_what_is_served_is_started_once_more(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the process that could not be is ended: none is left behind."""
+    one, catch_up, pids = server._replicas["rollout-0"], server.versions.catch_up, []
+
+    def fail_once(route):
+        pids.append(one.worker.pid)
+        if len(pids) == 1:
+            raise SyncError("sync: as the test wants it")
+        return catch_up(route)
+
+    monkeypatch.setattr(server.versions, "catch_up", fail_once)
+    os.kill(one.worker.pid, signal.SIGKILL)
+    published = server.service.status().published
+    until(lambda: len(pids) == 2)
+    until(lambda: {(r.alive, r.active) for r in server.service.status().replicas} == {(True, published)})
+    assert pids[0] != pids[1] == one.worker.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_a_folder_of_a_killed_server_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    live = SocketFolder()
+    killed, new = tmp_path / f"{PREFIX}killed", tmp_path / f"{PREFIX}new"
+    for folder in (killed, new):
+        folder.mkdir()
+    (killed / "lock").touch()
+    (killed / "rollout-0.sync").touch()
+    other = SocketFolder()
+    assert sorted(tmp_path.iterdir()) == sorted([live.path, other.path, new])
+    for folder in (live, other):
+        folder.close()
+        folder.close()
+    assert list(tmp_path.iterdir()) == [new]
 
 
 def test_a_model_that_is_not_there_is_said() -> None:

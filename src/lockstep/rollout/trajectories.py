@@ -60,4 +60,7 @@ def _details(seq: Sequence) -> Details | None:
     if params.top_logprobs:
         kinds = (np.int32, np.float32)
         top = [np.asarray([t[i] for t in seq.top], k).reshape(-1, params.top_logprobs) for i, k in enumerate(kinds)]
-    return Details(seq.group.scores if params.prompt_logprobs else None, *top)
+    scores = seq.group.scores
+    if scores is None and seq.group.prompt_length == 1:  # nothing predicts its one token: no pass scores it
+        scores = np.full(1, np.nan, np.float32)
+    return Details(scores if params.prompt_logprobs else None, *top)

@@ -62,6 +62,7 @@ class ProcessWorker:
         self._status = NO_STATUS
         self._on_event: Callable[[WorkerEvent], None] | None = None
         self._closing = False
+        self._losing = threading.Lock()  # held from the loss on: one of the two threads tells
         self._marking = threading.Condition()
         self._marks = self._marked = 0
         self._threads: list[threading.Thread] = []
@@ -210,7 +211,7 @@ class ProcessWorker:
 
     def _lost(self, why: str) -> None:
         """It is gone, or as good as gone: a process that is not heard must not go on by itself."""
-        if not self._closing:
+        if not self._closing and self._losing.acquire(blocking=False):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.2)  # to tell how it ended
             ended = self._ended()

@@ -8,8 +8,6 @@ This process decides and passes on; it keeps the weights to begin with in host m
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lockstep.errors import LockstepError
+from lockstep.serve.folder import SocketFolder
 from lockstep.serve.process import ProcessWorker
 from lockstep.serve.relay import RelayedReplica, RelayTransport
 from lockstep.serve.role import Served, load_served
@@ -79,7 +78,7 @@ class Server:
         self._environments = environments
         self.served: Served = load_served(spec, self._say)
         self.service = RolloutService(update=update, flips=flips, max_waiting=max_waiting, ledger=ledger)
-        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-serve-"))
+        self._folder = SocketFolder()
         self._replicas: dict[str, _Replica] = {}
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -104,7 +103,7 @@ class Server:
 
     def _spawn(self, name: str) -> ProcessWorker:
         worker = ProcessWorker(
-            name, self.spec, self._folder, environment=self._environments(int(name.rpartition("-")[2])), say=self._say
+            name, self.spec, self._folder.path, environment=self._environments(int(name.rpartition("-")[2])), say=self._say
         )
         worker.ready()
         return worker
@@ -145,7 +144,7 @@ class Server:
                 return
             try:
                 worker = self._spawn(name)
-            except LockstepError as error:
+            except (LockstepError, OSError) as error:
                 reason = str(error)
                 continue
             with self._lock:
@@ -208,7 +207,7 @@ class Server:
             one.server.close()
             one.relayed.inner.close()
             one.worker.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         return ends
 
     def __enter__(self) -> Self:

@@ -62,6 +62,7 @@ class Versions:
         self._current: tuple[PolicyVersion | None, dict[str, jax.Array]] = (None, self._place(served.first_weights()))
         self._held: _Held | None = None
         self._lock = threading.Lock()
+        self._following = threading.Lock()  # what is current does not change while replicas are brought to it
 
     def _place(self, weights: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         return place(weights, self._served.trains, self._mesh)
@@ -80,11 +81,26 @@ class Versions:
     def catch_up(self, route: Route) -> PolicyVersion | None:
         """Bring a replica that was started again to what is served, if that came from here; else the trainer's next
         version will."""
-        policy, tree = self._current
-        serving = self._service.status().published
-        if policy is None or (serving is not None and serving != policy):
-            return None
-        return self._sync([route]).push(policy.number, tree).policy
+        with self._following:
+            policy, tree = self._current
+            serving = self._service.status().published
+            if policy is None or (serving is not None and serving != policy):
+                return None
+            return self._sync([route]).push(policy.number, tree).policy
+
+    def _follow(self, receipt: SyncReceipt, tree: dict[str, jax.Array]) -> None:
+        """What is published is current. Replicas that are there and missed it, because they came between staging and
+        commit, are brought to it: until the next version they would serve the one before, or nothing."""
+        with self._following:
+            self._current = (receipt.policy, tree)
+            for name, why in receipt.evicted.items():
+                self._service.leave_out(name, why)
+        for route in self._routes():
+            if route.replica.name not in receipt.replicas:
+                try:
+                    self.catch_up(route)
+                except SyncError as error:  # said by its status, too; if it is lost, it is started again
+                    self._service.leave_out(route.replica.name, str(error))
 
     # -- by request ----------------------------------------------------------------------------------------------------
 
@@ -112,10 +128,9 @@ class Versions:
 
     def commit(self, number: int, policy: UpdatePolicy | None = None) -> dict[str, Any]:
         """As `Controls.commit`. policy: from now on."""
-        held = self._staged(number)
+        held = self._decide(number, "commit")
         if policy is not None:
             self._service.protocol.update = policy
-        held.decided = "commit"
         held.told.set()
         held.over.wait()
         if held.error is not None:
@@ -124,22 +139,23 @@ class Versions:
 
     def abort_version(self, number: int) -> dict[str, Any]:
         """As `Controls.abort_version`."""
-        held = self._staged(number)
-        held.decided = "aborted by request"
+        held = self._decide(number, "aborted by request")
         held.told.set()
         held.over.wait()
         return {"version": number, "aborted": True}
 
-    def _staged(self, number: int) -> _Held:
+    def _decide(self, number: int, what: str) -> _Held:
+        """What becomes of the version that is staged: the first who says so is right."""
         with self._lock:
             held = self._held
             if held is None or held.number != number or held.over.is_set() or not held.staged.is_set():
                 there = "nothing" if held is None or held.over.is_set() else f"version {held.number}"
                 raise SyncError(f"sync: version {number} is not staged, {there} is; stage it first")
-            if held.told.is_set():
+            if held.decided:
                 raise SyncError(
                     f"sync: version {number} is being {'committed' if held.decided == 'commit' else 'aborted'}"
                 )
+            held.decided = what
             return held
 
     def _push(self, held: _Held, tree: dict[str, jax.Array]) -> None:
@@ -147,15 +163,14 @@ class Versions:
             held.policy = policy
             held.staged.set()
             if not held.told.wait(HOLD_S / 2):
-                held.decided = f"nobody committed it within {HOLD_S / 2:g} s"
+                with self._lock:
+                    held.decided = held.decided or f"nobody committed it within {HOLD_S / 2:g} s"
             if held.decided != "commit":
                 raise SyncError(f"sync: version {held.number} was not published: {held.decided}")
 
         try:
             held.receipt = self._sync(self._routes()).push(held.number, tree, before_flip=hold)
-            self._current = (held.receipt.policy, tree)
-            for name, why in held.receipt.evicted.items():
-                self._service.leave_out(name, why)
+            self._follow(held.receipt, tree)
         except BaseException as error:
             held.error = error
         finally:
@@ -184,6 +199,7 @@ class Versions:
             return self._from_segment(path)
         if self._served.config is not None and self._served.frozen:
             raise SyncError("sync: an adapter is staged from shared memory; a folder holds whole models")
+        self._check_files(path)
         spec, params = load_folder(path, self._served.dtype, check_finite=True)
         if spec != self._served.model.spec:
             raise ModelError(f"{path} holds another model than the one that is served; its config.json differs")
@@ -197,6 +213,18 @@ class Versions:
         if not path.is_relative_to(roots[0]) or path == roots[0]:
             raise SyncError(f"sync: {source.place!r} is outside of where versions are read from")
         return path
+
+    def _check_files(self, folder: Path) -> None:
+        """A folder inside may still hold links to what is outside, or something that is read for ever."""
+        assert self._root is not None
+        for path in folder.iterdir():
+            real = path.resolve()
+            if not real.is_relative_to(self._root):
+                raise SyncError(
+                    f"sync: {path.name!r} of the version's folder links to outside of --weights-dir; copy it"
+                )
+            if not (real.is_file() or real.is_dir()):
+                raise SyncError(f"sync: {path.name!r} of the version's folder is no regular file")
 
     def _from_segment(self, path: Path) -> dict[str, np.ndarray]:
         """By the leaves' own names, or by the Hugging Face names of the model."""
