@@ -257,6 +257,25 @@ def test_a_request_that_takes_every_replica_down_fails():
         world.submit("b")
 
 
+def test_what_waits_fails_when_no_replica_is_left_and_none_is_started_again():
+    world = World(2)
+    world.service.on_lost(lambda name, reason: None)
+    world.push(0)
+    for worker in world.workers:
+        worker.lose()
+    heard = world.submit("a")
+    world.service.abandon("r0", "lost too often")
+    assert not heard, "the other may come back"
+    world.service.abandon("r1", "lost too often, too")
+    assert [type(e) for e in heard] == [Ended]
+    assert heard[0].outcome == "failed" and "none is started again; the last was r1: lost too often" in heard[0].reason
+    with pytest.raises(ServiceError, match="no replica is left"):
+        world.submit("b")
+    again = ManualWorker("r0")
+    world.service.join(again)
+    assert world.submit("c") == [], "it waits for a version"
+
+
 def test_tokens_of_another_version_than_agreed_are_not_handed_on():
     world = World()
     (worker,) = world.workers

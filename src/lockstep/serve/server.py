@@ -156,6 +156,7 @@ class Server:
             return
         if not self._closing.is_set():
             self._say(f"{name} was lost {one.restarts} times in a row and is not started again: {reason}")
+            self.service.abandon(name, reason)
 
     def _take_in(self, one: _Replica) -> None:
         """A replica that was started again: requests and versions go to it from now on."""

@@ -109,6 +109,7 @@ class RolloutService:
         self._reasons: Counter[str] = Counter()
         self._retired: deque[Retired] = deque(maxlen=RETIRED_KEPT)
         self._on_lost: list[Callable[[str, str], None]] = []
+        self._abandoned: set[str] = set()  # lost replicas that nobody starts again
         self._over = threading.Event()
         self._timer = threading.Thread(target=self._expire, name="service timer", daemon=True)
         self._timer.start()
@@ -121,6 +122,7 @@ class RolloutService:
         with self._lock:
             effects = self.protocol.join(worker.name, worker.capacity, shards, active)
             self.workers[worker.name] = worker
+            self._abandoned.discard(worker.name)
             self.addresses[worker.name] = address
             worker.start(partial(self._hear, worker))
             self._apply(effects)
@@ -136,6 +138,15 @@ class RolloutService:
             if worker is not None:
                 self._hear(worker, Lost(reason))
 
+    def abandon(self, name: str, reason: str) -> None:
+        """A lost replica is not started again. Where none is left, what waits fails."""
+        with self._lock:
+            self._abandoned.add(name)
+            if len(self._abandoned) == len(self.workers):
+                for request_id in list(self.protocol.requests):
+                    why = f"no replica is left, and none is started again; the last was {name}: {reason}"
+                    self._apply(self.protocol.cancel(request_id, why, "failed"))
+
     def leave_out(self, name: str, why: str) -> None:
         """Send nothing to a replica that a publish left behind, until it serves a new version again."""
         with self._lock:
@@ -148,7 +159,8 @@ class RolloutService:
         """As `Rollouts.submit`."""
         with self._lock:
             workers = [w for name, w in self.workers.items() if self.protocol.replicas[name].alive]
-            if not workers and not self._on_lost and not self.protocol.closing:
+            restarted = self._on_lost and len(self._abandoned) < len(self.workers)
+            if not workers and not restarted and not self.protocol.closing:
                 raise ServiceError(f"request {request.id!r}: no replica is left, and nobody starts one again")
             if workers:
                 workers[0].check(request)
