@@ -152,10 +152,10 @@ class ProcessWorker:
             self._outbox.put({"do": "mark", "number": number})
             while self._marked < number:
                 self._marking.wait(0.5)
-                if self._process.poll() is not None or time.monotonic() > end:
-                    raise ServiceError(
-                        f"replica {self.name} did not take its commands within {seconds:.1f} s ({self._ended()})"
-                    )
+                if self._process.poll() is not None:
+                    raise ServiceError(f"replica {self.name} is gone: {self._ended()}")
+                if time.monotonic() > end:
+                    raise ServiceError(f"replica {self.name} did not take its commands within {seconds:.1f} s")
 
     def status(self) -> EngineStatus:
         return self._status

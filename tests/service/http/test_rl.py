@@ -368,3 +368,28 @@ def test_a_key_under_way_can_be_used_later(start: Start) -> None:
         server.service.fail_with = None
         again = server.http().post("/v1/completions", json={"prompt": "a"}, headers={"idempotency-key": "k3"})
         assert (failed.status_code, again.status_code) == (503, 200), "what failed may be tried again"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_nothing_came_of_is_not_given_again(start: Start, stream: bool) -> None:
+    """It is status 200 that says so: aborted by a server that was shut down, or failed once a stream had begun."""
+    body = {"prompt_ids": [1, 2], "seeds": [3], "max_new_tokens": 4, "stream": stream}
+    hold, found = threading.Event(), []
+    with start(limits=Limits(beat_s=0.05)) as server:
+        post = partial(server.http().post, "/v1/rl/generate", json=body, headers={"idempotency-key": "k"})
+        server.service.before_token = lambda *unused: hold.wait(20)
+        thread = threading.Thread(target=lambda: found.append(post()))
+        thread.start()
+        while not server.service.under_way:
+            threading.Event().wait(0.01)
+        server.service.cancel(next(iter(server.service.under_way)), "the service was shut down")
+        hold.set()
+        thread.join()
+        assert found[0].status_code == 200 and '"outcome":"aborted"' in found[0].text
+        if stream:
+            server.service.fail_with = "lost"
+            assert '"outcome":"failed"' in post().text
+            server.service.fail_with = None
+        again = post()
+        assert '"outcome":"finished"' in again.text and "idempotent-replayed" not in again.headers
+        assert post().headers["idempotent-replayed"] == "true"

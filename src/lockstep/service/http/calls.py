@@ -213,6 +213,7 @@ async def _stream(surface: Surface, call: Call, job: Job, exchange: Exchange) ->
     except (HttpError, LockstepError) as e:
         error = e if isinstance(e, HttpError) else http_error(e)
         surface.metrics.broke(error.code)
+        exchange.forget()
         await exchange.end(writer.broken(error))
         return
     surface.metrics.sampled(call.used())

@@ -84,6 +84,10 @@ class Exchange:
         """Hand over the whole answer before its last part is sent, where it succeeded and is not too long to keep."""
         self._recorded, self._on_answer = [], on_answer
 
+    def forget(self) -> None:
+        """The answer will say that nothing came of it: it is not handed over."""
+        self._recorded = None
+
     async def reply(self, stored: Stored, headers: Mapping[str, str] | None = None) -> None:
         await self.start(stored.status, stored.media, dict(stored.headers) | dict(headers or {}), len(stored.body))
         await self.end(stored.body)

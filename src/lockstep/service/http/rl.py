@@ -71,6 +71,8 @@ async def _whole(surface: Surface, request: RolloutRequest, job: Job, exchange: 
             elif isinstance(event, Ended):
                 if event.outcome == "failed":
                     raise HttpError(503, "service_error", event.reason)
+                if event.outcome == "aborted":
+                    exchange.forget()
                 answer = wire.event(event)
                 del answer["event"]
                 _count(surface, request, event)
@@ -87,6 +89,8 @@ async def _lines(surface: Surface, request: RolloutRequest, job: Job, exchange: 
         events = [event for _, event in await job.take(surface.limits.beat_s)]
         data = b"".join(to_json(wire.event(e)) + b"\n" for e in events) or b'{"event":"waiting"}\n'
         if events and isinstance(ended := events[-1], Ended):
+            if ended.outcome != "finished":
+                exchange.forget()
             _count(surface, request, ended)
             await exchange.end(data)
             return
