@@ -17,11 +17,12 @@ import pytest
 from lockstep.errors import ServiceError, SyncError
 from lockstep.models.hf import load_folder, save_folder
 from lockstep.serve.folder import PREFIX, SocketFolder
+from lockstep.serve.process import ProcessWorker
 from lockstep.serve.server import Server
 from lockstep.serve.spec import ServeSpec
 from lockstep.service.blocking import run_all, score
 from lockstep.service.controls import Source
-from lockstep.service.requests import Ended, RolloutRequest, Started, Tokens
+from lockstep.service.requests import Ended, Lost, RolloutRequest, Started, Tokens
 from lockstep.sync.remote import RemoteReplica
 from lockstep.sync.shared_memory import SharedMemoryTransport
 from lockstep.sync.sync import WeightSync
@@ -287,3 +288,26 @@ def test_a_replica_that_cannot_be_set_up_says_why(tiny_folder: Path) -> None:
     with pytest.raises(ServiceError, match=r"rollout-0 cannot be set up.*decode_steps"):
         Server(ServeSpec(model=str(tiny_folder), slots=8, max_positions=64, decode_steps=0))
     assert threading.active_count() < 50
+
+
+def test_a_loss_that_both_of_its_threads_see_is_told_once(tiny_folder: Path, tmp_path: Path) -> None:
+    """One of them reads and one writes; had each to wait for the other's end, it would be told late, and twice."""
+    worker = ProcessWorker("r", ServeSpec(model=str(tiny_folder), slots=2, max_positions=64), tmp_path)
+    worker.ready()
+    heard, over = [], threading.Event()
+    worker.start(heard.append)
+
+    def send() -> None:
+        while not over.wait(0.0002):
+            worker.submit(request())
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    until(lambda: heard)
+    os.kill(worker.pid, signal.SIGKILL)
+    until(lambda: any(isinstance(e, Lost) for e in heard))
+    over.set()
+    sender.join()
+    for thread in worker._threads:
+        thread.join()
+    assert sum(isinstance(e, Lost) for e in heard) == 1
