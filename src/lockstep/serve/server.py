@@ -103,7 +103,11 @@ class Server:
 
     def _spawn(self, name: str) -> ProcessWorker:
         worker = ProcessWorker(
-            name, self.spec, self._folder.path, environment=self._environments(int(name.rpartition("-")[2])), say=self._say
+            name,
+            self.spec,
+            self._folder.path,
+            environment=self._environments(int(name.rpartition("-")[2])),
+            say=self._say,
         )
         worker.ready()
         return worker
@@ -140,7 +144,8 @@ class Server:
         while pauses and not self._closing.is_set():
             self._say(f"{name} is lost ({reason}); starting it again")
             one.restarts += 1
-            if one.restarts > 1 and self._closing.wait(pauses.popleft()):
+            pause = pauses.popleft()
+            if one.restarts > 1 and self._closing.wait(pause):
                 return
             try:
                 worker = self._spawn(name)
