@@ -80,7 +80,7 @@ class Protocol:
         state = self._at(replica, request_id)
         if state is None or state.again:
             return False
-        state.shown = self.pins[state.request.pin].settled = True
+        self.pins[state.request.pin].settled = True
         return True
 
     def finished(self, replica: str, request_id: str) -> list[Effect]:

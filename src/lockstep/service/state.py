@@ -90,14 +90,13 @@ class Pin:
 
 @dataclass
 class RequestState:
-    """replica, version: where it runs. shown: under which version the client was shown tokens. stopping: how it ends
+    """replica, version: where it runs. stopping: how it ends
     once its cancellation is answered. again: it is cancelled in order to start anew."""
 
     request: RolloutRequest
     order: int
     replica: str | None = None
     version: PolicyVersion | None = None
-    shown: bool = False
     stopping: tuple[Outcome, str] | None = None
     again: bool = False
     losses: int = 0
