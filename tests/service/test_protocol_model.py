@@ -7,6 +7,7 @@ and flips with a version staged in one event.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -66,9 +67,8 @@ def test_invariants_hold_in_every_state_and_a_publish_ends(part: str, update: st
 
 def test_every_kind_of_event_is_explored() -> None:
     """Otherwise a state that nothing reaches would hold anything."""
-    taken = {
-        event for part in (STAGING, GROUP_OF_FRESH) for event in explore(Model(replace(part, update="abort"))).events
-    }
+    parts = [replace(part, update="abort") for part in (STAGING, GROUP_OF_FRESH)]
+    taken = {event for part in parts for event in explore(Model(part)).events}
     kinds = {name.removeprefix("on_").replace("_", " ") for name in dir(Model) if name.startswith("on_")}
     assert taken == kinds
 
@@ -91,7 +91,7 @@ def test_more_faults(part: str, update: str) -> None:
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.__name__)
 def test_planted_faults_of_the_model_are_found(fault: type[Model]) -> None:
-    for bounds in (replace(STAGING, faults=1), GROUP_OF_FRESH, VERSIONS):
+    for bounds in (QUEUE, replace(STAGING, faults=1), GROUP_OF_FRESH, VERSIONS):
         for update in POLICIES:
             try:
                 explore(fault(replace(bounds, update=update)))
@@ -103,9 +103,9 @@ def test_planted_faults_of_the_model_are_found(fault: type[Model]) -> None:
 
 def states(model: Model) -> Iterator[State]:
     start = canonical(model.initial())
-    seen, todo = {start}, [start]
+    seen, todo = {start}, deque([start])
     while todo:
-        s = todo.pop()
+        s = todo.popleft()
         yield s
         for event, _ in model.enabled(s):
             for _, result in model.after(s, event):
@@ -137,7 +137,7 @@ def few_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 CONFORMANCE = {
     "staging": replace(STAGING, faults=1, losses=2),
     "group": replace(GROUP_OF_FRESH, losses=2),
-    "versions": replace(VERSIONS, versions=2, losses=2),
+    "versions": replace(VERSIONS, losses=2),
     "queue": QUEUE,
 }
 
@@ -162,10 +162,11 @@ def test_the_code_does_what_the_model_says_at_full_bounds(update: str) -> None:
 @pytest.mark.usefixtures("few_losses")
 @pytest.mark.parametrize("fault", CODE_FAULTS, ids=lambda fault: fault.__name__)
 def test_planted_faults_of_the_code_are_found(fault: type[Protocol]) -> None:
-    for bounds in [replace(part, update=update) for update in POLICIES for part in CONFORMANCE.values()]:
+    parts = [CONFORMANCE[part] for part in ("queue", "staging", "group", "versions")]
+    for bounds in [replace(part, update=update) for part in parts for update in POLICIES]:
         try:
             conforms(bounds, fault, each=16)
-        except (AssertionError, KeyError):
+        except AssertionError:  # it differs, or `Protocol.check` or another assertion of its own fails
             return
     pytest.fail(f"{fault.__name__} was not found")
 

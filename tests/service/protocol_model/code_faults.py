@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.service.protocol import Protocol
 from lockstep.service.requests import Outcome, RolloutRequest
-from lockstep.service.state import Effect, Pin, ReplicaState, RequestState
+from lockstep.service.state import Effect, Pin, ReplicaState, RequestState, Send
 from lockstep.types import PolicyVersion
 
 
@@ -42,8 +42,7 @@ class AnyReplicaAnswers(Protocol):
 
 class LosesWork(Protocol):
     def lost(self, name: str, reason: str) -> list[Effect]:
-        self.replicas[name].running.clear()
-        return super().lost(name, reason)
+        return [effect for effect in super().lost(name, reason) if not isinstance(effect, Send)]
 
 
 class KeepsThePin(Protocol):
