@@ -296,6 +296,10 @@ def main() -> int:
     parser.add_argument("--recipe", default="recipes/addition.toml")
     parser.add_argument("--seconds", type=float, default=600.0, help="of killing")
     parser.add_argument("--steps", type=int, default=8, help="of the run")
+    parser.add_argument(
+        "--every", type=float, nargs=2, default=(10.0, 40.0), help="seconds between two kills, from, to"
+    )
+    parser.add_argument("--vocabulary", type=int, default=40_000, help="clients' prompts are of ids below this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-twin", action="store_true", help="do not compare with an undisturbed run")
     parser.add_argument("--out", type=Path)
@@ -303,7 +307,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as folder:
         result = run(
             options.recipe, [], seconds=options.seconds, steps=options.steps, folder=Path(folder), seed=options.seed,
-            every_s=(10.0, 40.0), with_twin=not options.no_twin,
+            every_s=tuple(options.every), vocabulary=options.vocabulary, with_twin=not options.no_twin,
         )  # fmt: skip
     print(json.dumps(result, indent=2))
     if options.out:
