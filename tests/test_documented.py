@@ -86,6 +86,14 @@ def test_relative_links_resolve() -> None:
     assert broken == []
 
 
+def test_what_the_protocol_page_names_is_there() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)`", page)
+    assert len(named) > 20
+    roots = (ROOT, ROOT / "tests", ROOT / "src" / "lockstep")
+    assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
 # ---------------------------------------------------------------- every key is read
 
 DESCRIBING = {"sections.py", "schema.py", "keydocs.py", "overrides.py", "config.py"}  # a check of a key is no use of it

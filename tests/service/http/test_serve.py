@@ -54,7 +54,7 @@ def served(tiny_folder: Path, weights_dir: Path) -> Iterator[Served]:
     tokens.chmod(0o600)
     words = [
         str(tiny_folder), "--name", "tiny", "--port", "0", "--token-file", str(tokens), "--weights-dir",
-        str(weights_dir), "--slots", "8", "--max-positions", "96", "--grace-s", "20",
+        str(weights_dir), "--slots", "8", "--max-positions", "96", "--grace-s", "20", "--flips", "together",
     ]  # fmt: skip
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
