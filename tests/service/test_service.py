@@ -21,6 +21,8 @@ from lockstep.sync.local import LocalTransport
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.route import Route
 from lockstep.sync.sync import WeightSync
+from lockstep.sync.transport import Deadline
+from lockstep.types import PolicyVersion
 
 LEAVES = {"w": Leaf("w", (8,), (None,), "normal")}
 
@@ -210,6 +212,31 @@ def test_rolling_leaves_one_replica_serving_and_together_does_not():
             worker.finish()
         assert [h[-1].policy for h in heard] == [old, old]
         assert late[-1].policy == (old if flips == "rolling" else new)
+
+
+def test_a_flip_that_was_prepared_and_never_comes_is_given_up():
+    """Whoever published may be gone between two flips."""
+    world = World(2, flips="together")
+    old = world.push(0).policy
+    new = PolicyVersion(1, "new")
+    for name in ("r0", "r1"):
+        world.service.staged(name, world.service.staging(name, new))
+    world.service.flip("r0", new, lambda: world.service.serves("r0", new), Deadline.after(0.3))
+    replicas = world.service.status().replicas
+    assert [(r.active, r.accepting) for r in replicas] == [(new, True), (old, False)]
+    until(lambda: world.service.status().replicas[1].accepting)
+    assert world.service.status().replicas[1].active == old
+    assert world.service.staging("r1", PolicyVersion(2, "of another trainer"))
+
+
+def test_clients_words_do_not_pile_up():
+    world = World()
+    world.service.pause()
+    for i in range(200):
+        world.submit(str(i))
+        world.service.cancel(str(i), f"I do not like it for the reason no. {i}")
+    reasons = world.service.status().reasons
+    assert sum(reasons.values()) == 200 and len(reasons) < 100
 
 
 def test_a_lost_replica_s_requests_run_elsewhere_and_streams_go_on_where_they_were():

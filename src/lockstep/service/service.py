@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,14 +46,13 @@ from lockstep.service.requests import (
 )
 from lockstep.service.served import ServedReplica
 from lockstep.service.state import Effect, End, Send
-from lockstep.service.status import describe, with_engines
+from lockstep.service.status import Totals, describe, with_engines
 from lockstep.sync.route import Route
 from lockstep.sync.transport import Deadline
 from lockstep.types import PolicyVersion, Trajectory
 
 Flips = Literal["rolling", "together"]
 LOG = logging.getLogger("lockstep.service")
-RETIRED_KEPT = 64  # of the versions that were let go, for the status
 TICK_S = 0.25  # how late a request that waited too long may be told so
 
 
@@ -104,10 +102,9 @@ class RolloutService:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._flipping: str | None = None  # the replica whose turn it is
+        self._prepared: dict[str, tuple[PolicyVersion, Deadline]] = {}  # together: flips that nobody has come for yet
         self._ends: dict[Outcome, list[str]] | None = None  # while closing
-        self._ended: Counter[Outcome] = Counter()
-        self._reasons: Counter[str] = Counter()
-        self._retired: deque[Retired] = deque(maxlen=RETIRED_KEPT)
+        self._totals = Totals()
         self._on_lost: list[Callable[[str, str], None]] = []
         self._abandoned: set[str] = set()  # lost replicas that nobody starts again
         self._over = threading.Event()
@@ -190,7 +187,7 @@ class RolloutService:
     def status(self) -> ServiceStatus:
         with self._lock:
             engines = {name: w for name, w in self.workers.items() if self.protocol.replicas[name].alive}
-            made = describe(self.protocol, self.addresses, dict(self._ended), dict(self._reasons), tuple(self._retired))
+            made = describe(self.protocol, self.addresses, self._totals)
         return with_engines(made, engines)
 
     def wait_idle(self, seconds: float) -> bool:
@@ -238,7 +235,10 @@ class RolloutService:
         try:
             with self._lock:
                 for each in [name] if rolling else self.protocol.ready_for(policy):
+                    if self.protocol.replicas[each].flipping is None:
+                        self._prepared[each] = policy, deadline
                     self._apply(self.protocol.flip(each, policy))
+                self._prepared.pop(name, None)
                 while not self.protocol.may_install(name, policy):
                     self._wait_for_flip(name, policy, deadline, self.protocol.waits_for(name))
                 self.protocol.install(name, policy)
@@ -291,7 +291,7 @@ class RolloutService:
                 case Refused(request_id, reason):
                     self._apply(protocol.refused(name, request_id, reason))
                 case Retired():
-                    self._retired.append(event)
+                    self._totals.retired.append(event)
                 case Lost(reason):
                     if protocol.replicas[name].alive:
                         LOG.warning("replica %s is lost: %s", name, reason)
@@ -365,11 +365,9 @@ class RolloutService:
 
     def _end(self, effect: End, trajectories: tuple[Trajectory, ...]) -> None:
         client = self._clients.pop(effect.request_id)
-        self._ended[effect.outcome] += 1
+        self._totals.count(effect)
         if self._ends is not None:
             self._ends[effect.outcome].append(effect.request_id)
-        if effect.reason:
-            self._reasons[effect.reason.split(":")[0][:80]] += 1
         end = Ended(effect.outcome, trajectories, effect.reason, effect.version)
         if self.ledger is not None:
             self.ledger.ended(effect.request_id, end)
@@ -383,10 +381,15 @@ class RolloutService:
             LOG.exception("the listener of request %r raised", client.request.id)
 
     def _expire(self) -> None:
-        """Fail requests that have waited for a replica longer than they may."""
+        """Fail requests that have waited for a replica longer than they may; and let replicas go on that prepared for a
+        flip which never came: who published may be gone."""
         while not self._over.wait(TICK_S):
             now = time.monotonic()
             with self._lock:
+                for name, (policy, deadline) in list(self._prepared.items()):
+                    if not deadline.remaining():
+                        del self._prepared[name]
+                        self._apply(self.protocol.give_up(name, policy))
                 for state in self.protocol.waiting:
                     client = self._clients[state.request.id]
                     if now - client.since > state.request.queue_s:

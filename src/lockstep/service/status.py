@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from lockstep.service.protocol import Protocol
 from lockstep.service.requests import Outcome, ReplicaStatus, Retired, ServiceStatus, Worker
+from lockstep.service.state import End
+
+RETIRED_KEPT = 64
+REASONS_KEPT = 64
+OTHER = "other reasons"
 
 
-def describe(
-    protocol: Protocol,
-    addresses: Mapping[str, str],
-    ended: dict[Outcome, int],
-    reasons: dict[str, int],
-    retired: tuple[Retired, ...],
-) -> ServiceStatus:
+@dataclass(frozen=True)
+class Totals:
+    """Since the start. ended: requests by outcome. reasons: of those that did not finish, how often; clients have words
+    of their own, so only the first REASONS_KEPT different ones are told apart. retired: the last versions let go."""
+
+    ended: Counter[Outcome] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    retired: deque[Retired] = field(default_factory=lambda: deque(maxlen=RETIRED_KEPT))
+
+    def count(self, end: End) -> None:
+        self.ended[end.outcome] += 1
+        if end.reason:
+            reason = end.reason.split(":")[0][:80]
+            known = reason in self.reasons or len(self.reasons) < REASONS_KEPT
+            self.reasons[reason if known else OTHER] += 1
+
+
+def describe(protocol: Protocol, addresses: Mapping[str, str], totals: Totals) -> ServiceStatus:
     """The protocol's state now, without the engines'. Under the service's lock."""
     waiting = protocol.waiting
     replicas = tuple(
@@ -39,12 +56,12 @@ def describe(
         closing=protocol.closing,
         waiting=len(waiting),
         running=len(protocol.requests) - len(waiting),
-        ended=ended,
-        reasons=reasons,
+        ended=dict(totals.ended),
+        reasons=dict(totals.reasons),
         redispatched=protocol.redispatched,
         waiting_for=protocol.why_waiting(waiting[0]) if waiting else "",
         replicas=replicas,
-        retired=retired,
+        retired=tuple(totals.retired),
     )
 
 
