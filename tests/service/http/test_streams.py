@@ -112,16 +112,19 @@ def test_a_version_that_is_replaced_ends_a_stream_that_has_sent_text(start: Star
         assert (len(text), reason) == (3, "abort")
 
 
-def test_a_version_that_is_replaced_before_text_was_sent_is_nobodys_business(start: Start) -> None:
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_version_that_is_replaced_before_text_was_sent_is_nobodys_business(start: Start, at: int) -> None:
+    """Also where there is text, but all of it could begin a stop text and was held back."""
     with start() as server:
-        gate = server.service.before_token = Gate(0)
+        gate = server.service.before_token = Gate(at)
         found: list[Any] = []
-        body = {"prompt": "abc", "max_tokens": 6, "stream": True}
+        body = {"prompt": "aaa", "max_tokens": 6, "stream": True, "stop": "aaaaaa!"}
         asking = threading.Thread(target=lambda: found.extend(events(server, "/v1/completions", body)))
         asking.start()
         assert gate.reached.wait(20)
         server.service.version = version_of(2)
         gate.opened.set()
-        asking.join()
+        asking.join(20)
+        assert not asking.is_alive()
     assert found[-1] == "[DONE]" and found[-2]["lockstep"]["version"] == 2
     assert sum(len(c["choices"][0]["text"]) for c in found[:-1]) == 6

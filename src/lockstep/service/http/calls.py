@@ -249,6 +249,7 @@ class _Writer:
         for choice in fresh.values():
             text, entries = choice.take()
             if text or (entries and self._call.records):
+                choice.sent = True
                 out.append(self._event([shape.delta(choice, text, entries)]))
             if choice.done and not choice.announced:
                 choice.announced = True

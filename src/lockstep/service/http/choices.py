@@ -110,8 +110,6 @@ class Choice:
         """Text and tokens that were not taken before."""
         text, entries = "".join(self._text), self._entries
         self._text, self._entries = [], []
-        if text or entries:
-            self.sent = True
         return text, entries
 
 
