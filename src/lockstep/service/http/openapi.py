@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from lockstep.service.http.answers import Error
+from lockstep.service.http.calls import EVENTS
 from lockstep.service.http.exchange import JSON
 from lockstep.service.http.verbs import VERBS, Verb
 
@@ -97,7 +98,9 @@ def _success(verb: Verb, shapes: dict[str, Any]) -> dict[str, Any]:
         shapes |= schema.pop("$defs", {})
     content = {verb.media: {"schema": schema}}
     if verb.streams:
-        content[verb.streams] = {"schema": {"type": "string"}}
+        # OpenAPI 3.1 has no word for the items of a stream; its readers take the schema of events as that of each.
+        event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+        content[verb.streams] = {"schema": event if verb.streams == EVENTS else {"type": "string"}}
     return {"description": "Done.", "content": content}
 
 
