@@ -149,6 +149,28 @@ def test_the_likeliest_ids_are_listed(engine: Engine) -> None:
         np.testing.assert_allclose(t.details.top_logprobs, np.take_along_axis(lp, order, 1), atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_a_likely_id_has_the_log_probability_that_drawing_it_records(engine: Engine, temperature: float) -> None:
+    """Bit for bit, whether it was drawn with the list, or by a sample that asked for nothing."""
+    hot = replace(PLAIN, temperature=temperature)
+    listed = run(engine, replace(hot, top_logprobs=8), seeds=[*range(6)])
+    plain = run(engine, hot, seeds=[*range(6, 26)])
+    first = {int(t.completion_ids[0]): t.logprobs[0].tobytes() for t in plain}
+    compared = 0
+    for t in listed:
+        assert t.details is not None and t.details.top_ids is not None and t.details.top_logprobs is not None
+        for drawn, value, ids, values in zip(
+            t.completion_ids, t.logprobs, t.details.top_ids, t.details.top_logprobs, strict=True
+        ):
+            for i in np.flatnonzero(ids == drawn):
+                assert values[i].tobytes() == value.tobytes()
+                compared += 1
+    of_first = dict(zip(listed[0].details.top_ids[0].tolist(), listed[0].details.top_logprobs[0], strict=True))
+    shared = of_first.keys() & first.keys()
+    assert {i: of_first[i].tobytes() for i in shared} == {i: first[i] for i in shared}
+    assert compared > 5 and shared
+
+
 def test_prompts_are_scored(engine: Engine) -> None:
     prompt = Prompt("long", "", tuple(np.random.default_rng(0).integers(0, 262, 40).tolist()))
     run(engine, PLAIN, prompt, [1])
