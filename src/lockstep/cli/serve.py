@@ -184,9 +184,9 @@ def add_serve(add: Add) -> None:
     serve.add_argument("--fsync", action="store_true", help="wait for the disk with every line of the journal")
     serve.add_argument("--weights-dir", metavar="DIR", help="the only folder that versions may be staged from")
     serve.add_argument(
-        "--offers-from", metavar="HOST", nargs="+", default=[],
-        help="addresses, networks or names that versions offered by other processes may be pulled from, besides this "
-        "machine",
+        "--offers-from", metavar="HOST", action="append", default=[],
+        help="an address, network or name that versions offered by other processes may be pulled from, besides this "
+        "machine; may be repeated",
     )  # fmt: skip
     serve.add_argument(
         "--transport", choices=("shared_memory", "transfer", "files"), default="shared_memory",

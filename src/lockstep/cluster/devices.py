@@ -74,8 +74,9 @@ def cpu_device() -> jax.Device:
     try:
         return jax.devices("cpu")[0]
     except RuntimeError as error:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
         raise ConfigError(
-            f"a CPU device is needed beside those of JAX_PLATFORMS = {jax.config.jax_platforms!r} ({error}); "
+            f"a CPU device is needed beside those of JAX_PLATFORMS = {platforms!r} ({error}); "
             "add cpu to it, as in JAX_PLATFORMS=cuda,cpu"
         ) from error
 
