@@ -79,7 +79,9 @@ def test_weights_that_change_on_the_way_are_found(weights, monkeypatch: pytest.M
     send = TransferTransport.send
 
     def altered(self, version, plan, source, *rest):
-        return send(self, version, plan, source | {"host": source["host"].at[1, 2].add(1e-6)}, *rest)
+        other = np.array(source["host"])
+        other[1, 2] = np.nextafter(other[1, 2], np.float32(9))
+        return send(self, version, plan, source | {"host": jax.device_put(other, source["host"].sharding)}, *rest)
 
     monkeypatch.setattr(TransferTransport, "send", altered)
     with offer(weights) as source, pytest.raises(SyncError, match="in 1 of 3 leaves: host: the offer at"):
@@ -133,7 +135,8 @@ def test_only_this_machine_is_connected_to_unless_more_is_allowed(address) -> No
     else:
         with pytest.raises(SyncError, match="--offers-from"):
             AllowedHosts().address(place)
-        assert AllowedHosts.of([host]).address(place).endswith(":80") or host.startswith("::ffff:")
+        if not host.startswith("::ffff:"):  # an IPv4 address in disguise is to be listed as what it is
+            assert AllowedHosts.of([host]).address(place) == place
 
 
 def test_names_are_looked_up_only_if_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from lockstep.errors import ConfigError, ServiceError, SyncError
 from lockstep.models.hf import load_folder, save_folder
 from lockstep.serve.folder import PREFIX, SocketFolder
 from lockstep.serve.process import ProcessWorker
+from lockstep.serve.relay import RelayTransport
 from lockstep.serve.server import Server
 from lockstep.serve.spec import ServeSpec
 from lockstep.service.blocking import run_all, score
@@ -187,6 +188,35 @@ def test_weights_go_the_way_that_is_chosen(
             receipt = WeightSync(server.served.trains, [remote.route()], base={}, deadline_s=60).push(2, tree)
         assert run_all(server.service, [request()])[0].policy == receipt.policy
         assert (folder is None) or (tmp_path / status.name / "v000002" / "manifest.json").is_file()
+
+
+def test_rounds_of_the_front_s_own_version_are_not_told_to_a_trainer() -> None:
+    """Nor a trainer's to the front's transport: one waits for the other to be staged, and each would wait for ever."""
+
+    class Own:
+        name = "own"
+
+        def __init__(self) -> None:
+            self.heard: list[tuple[int, int]] = []
+
+        def send(self, *_: object) -> None: ...
+
+        def release(self, *_: object) -> None: ...
+
+        def arrived(self, *what: int) -> None:
+            self.heard.append(what)
+
+    own, told = Own(), []
+    relay = RelayTransport(own)
+    relay.on_round = lambda *what: told.append(what)
+    relay.send(4, None, {}, {}, None)
+    for version in (4, 5):
+        relay.arrived(version, 0)
+    assert (own.heard, told) == ([(4, 0)], [(5, 0)])
+    relay.release(4, True)
+    relay.on_round = None
+    relay.arrived(4, 1)
+    assert (own.heard, told) == ([(4, 0)], [(5, 0)])
 
 
 @pytest.mark.parametrize(

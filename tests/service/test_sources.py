@@ -92,7 +92,7 @@ def test_a_model_comes_by_either_names_in_any_float_type(model: Served, put: Put
         same(sources.load(source), wanted)
     theirs: dict[str, np.ndarray] = {}
     for path, ref in name_map(model.model.spec).items():
-        theirs |= ref.spread(own[path] if ref.stack else own[path][None], range(len(ref.names)))
+        theirs |= ref.spread(own[path], range(len(ref.names)))
     with put(theirs) as source:
         same(sources.load(source), wanted)
 
