@@ -141,10 +141,10 @@ class RolloutConfig(Section):
     token_file: str | None = key(
         None, "File that holds the token of the service at `url`.", path="always", min_length=1, also=("api_key",)
     )
-    sync_host: str = key(
-        "127.0.0.1",
+    sync_host: str | None = key(
+        None,
         "Address of this machine that the service at `url` can reach, where it takes weights over the network "
-        "(`lockstep serve --transport transfer`).",
+        "(`lockstep serve --transport transfer`). Unset: 127.0.0.1, the service is on this machine.",
         min_length=1,
     )
 
@@ -198,7 +198,7 @@ class RolloutConfig(Section):
                     f"`rollout.token_file` = {literal(self.token_file)} has no effect without `rollout.url`; name the "
                     "service, or leave it out"
                 )
-            if self.sync_host != type(self).model_fields["sync_host"].default:
+            if self.sync_host is not None:
                 raise ValueError(
                     f"`rollout.sync_host` = {literal(self.sync_host)} has no effect without `rollout.url`; name the "
                     "service, or leave it out"

@@ -19,6 +19,7 @@ from lockstep.sync.remote import RemoteReplica, RemoteTransport
 from lockstep.sync.route import Route
 from lockstep.sync.sync import WeightSync
 
+LOCAL = "127.0.0.1"
 CONNECT_S = 5.0  # that a service may take to answer for the first time
 
 
@@ -72,7 +73,7 @@ class Remote:
             raise
         rollouts.retry_s = rollout.deadline_s  # a service that was there may come back
         replicas = {
-            name: RemoteReplica(name, r.sync_address, secrets["sync"][0], _transport(r, rollout.sync_host))
+            name: RemoteReplica(name, r.sync_address, secrets["sync"][0], _transport(r, rollout.sync_host or LOCAL))
             for name, r in found.items()
         }
         return cls(rollouts, replicas, mapping)
