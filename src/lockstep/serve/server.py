@@ -3,7 +3,8 @@
     with Server(ServeSpec(model="smollm2-135m"), replicas=2) as server:
         server.service.submit(request, print)
 
-This process decides and passes on; it keeps the weights to begin with in host memory, and computes nothing.
+This process decides and passes on; it keeps the weights to begin with in host memory, on the CPU device. Where there
+are accelerators, call `cluster.devices.cpu_only` first, as the command does: they are the replicas'.
 """
 
 from __future__ import annotations
