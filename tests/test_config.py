@@ -247,6 +247,7 @@ BAD_PAIRS = [
     ),
     ("--rollout.staleness -1", ["`rollout.staleness`: expected a whole number >= 0"]),
     ("--rollout.token_file t", ["`rollout.token_file` = ", "has no effect without `rollout.url`"]),
+    ("--rollout.sync_host h", ["`rollout.sync_host` = ", "has no effect without `rollout.url`"]),
     ("--rollout.url host:8000", ['`rollout.url` = "host:8000" is not the address of a service']),
     (
         "--rollout.url http://host:8000 --cluster.rollout={data=2}",

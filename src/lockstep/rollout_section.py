@@ -141,6 +141,12 @@ class RolloutConfig(Section):
     token_file: str | None = key(
         None, "File that holds the token of the service at `url`.", path="always", min_length=1, also=("api_key",)
     )
+    sync_host: str | None = key(
+        None,
+        "Address of this machine that the service at `url` can reach, where it takes weights over the network "
+        "(`lockstep serve --transport transfer`). Unset: 127.0.0.1, the service is on this machine.",
+        min_length=1,
+    )
 
     @property
     def truncates(self) -> bool:
@@ -190,6 +196,11 @@ class RolloutConfig(Section):
             if self.token_file is not None:
                 raise ValueError(
                     f"`rollout.token_file` = {literal(self.token_file)} has no effect without `rollout.url`; name the "
+                    "service, or leave it out"
+                )
+            if self.sync_host is not None:
+                raise ValueError(
+                    f"`rollout.sync_host` = {literal(self.sync_host)} has no effect without `rollout.url`; name the "
                     "service, or leave it out"
                 )
             return self

@@ -20,8 +20,10 @@ def _serve(options: argparse.Namespace) -> int | None:
     from lockstep.service.http import require_serve_extra
 
     require_serve_extra()
+    from lockstep.cluster.devices import cpu_only
     from lockstep.errors import ConfigError
-    from lockstep.serve.server import Server
+    from lockstep.serve.devices import replica_environments
+    from lockstep.serve.server import Server, check_ways
     from lockstep.serve.spec import ServeSpec
     from lockstep.service.http.guard import check_host
     from lockstep.service.http.server import bind
@@ -31,6 +33,17 @@ def _serve(options: argparse.Namespace) -> int | None:
     # What can be wrong without a model is found before one is loaded.
     tokens = AccessTokens() if options.token_file is None else read_tokens(Path(options.token_file))
     check_host(options.host, tokens)
+    cpu_only()  # accelerators are the replicas'
+    environments: list[dict[str, str]] = [{}] * options.replicas
+    if options.devices_per_replica is not None:
+        if not options.recipe and options.devices_per_replica > 1:
+            raise ConfigError(
+                f"--devices-per-replica {options.devices_per_replica}: a model by itself runs on one device; serve a "
+                "recipe, whose [cluster] says how its rollout role is laid out"
+            )
+        environments = replica_environments(options.replicas, options.devices_per_replica, os.environ)
+    transport_dir = None if options.transport_dir is None else Path(options.transport_dir)
+    check_ways(options.transport, transport_dir, options.sync_host)
     weights_dir = None if options.weights_dir is None else Path(options.weights_dir)
     if weights_dir is not None and not weights_dir.is_dir():
         raise ConfigError(f"--weights-dir {weights_dir} is not a folder")
@@ -59,6 +72,10 @@ def _serve(options: argparse.Namespace) -> int | None:
             weights_dir=weights_dir,
             sync_token=tokens.sync,
             sync_host=options.sync_host,
+            transport=options.transport,
+            transport_dir=transport_dir,
+            offers_from=options.offers_from,
+            environments=lambda number: environments[number],
             say=say,
         )
     except BaseException:
@@ -149,6 +166,10 @@ def add_serve(add: Add) -> None:
     )  # fmt: skip
     serve.add_argument("--replicas", metavar="N", type=count, default=1, help="processes that sample (default: 1)")
     serve.add_argument(
+        "--devices-per-replica", metavar="N", type=count,
+        help="accelerators for each replica, its own (default: all see all)",
+    )  # fmt: skip
+    serve.add_argument(
         "--policy", choices=("drain", "abort", "dual"), default="drain",
         help="when a version comes, requests under way: finish first, start anew, or finish beside it (default: drain)",
     )  # fmt: skip
@@ -163,8 +184,20 @@ def add_serve(add: Add) -> None:
     serve.add_argument("--fsync", action="store_true", help="wait for the disk with every line of the journal")
     serve.add_argument("--weights-dir", metavar="DIR", help="the only folder that versions may be staged from")
     serve.add_argument(
-        "--sync-host", metavar="HOST", default="127.0.0.1", help="where trainers' weight syncs are taken"
-    )
+        "--offers-from", metavar="HOST", action="append", default=[],
+        help="an address, network or name that versions offered by other processes may be pulled from, besides this "
+        "machine; may be repeated",
+    )  # fmt: skip
+    serve.add_argument(
+        "--transport", choices=("shared_memory", "transfer", "files"), default="shared_memory",
+        help="which way weights go to the replicas, from here and from trainers: on this machine, over the network, by "
+        "a folder (default: shared_memory)",
+    )  # fmt: skip
+    serve.add_argument("--transport-dir", metavar="DIR", help="files: the folder, which trainers see at the same path")
+    serve.add_argument(
+        "--sync-host", metavar="HOST", default="127.0.0.1",
+        help="this machine's address where trainers' weight syncs are taken (default: 127.0.0.1)",
+    )  # fmt: skip
     serve.add_argument("--max-prompt-tokens", metavar="N", type=count, help="of one prompt")
     serve.add_argument(
         "--max-concurrency", metavar="N", type=count, help="calls under way; more are told to come again"

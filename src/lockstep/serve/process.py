@@ -19,6 +19,7 @@ from lockstep.serve.spec import BIRTH, READY, Birth, Ready, ServeSpec
 from lockstep.service.codec import event_from_json, request_to_json, status_from_json
 from lockstep.service.requests import EngineStatus, Lost, RolloutRequest, WorkerEvent
 from lockstep.sync.channel import Channel, Listener, new_token
+from lockstep.sync.choice import Way
 from lockstep.sync.transport import Deadline
 
 START_S = 900.0  # a model may have to be fetched first
@@ -37,18 +38,20 @@ class ProcessWorker:
         spec: ServeSpec,
         folder: Path,
         *,
+        way: Way = Way(),  # noqa: B008  (frozen)
+        host: str = "127.0.0.1",
         environment: Mapping[str, str] | None = None,
         say: Callable[[str], None] | None = None,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Start the process. folder: for its sockets, ours alone. environment: beside this process's. say: told what
-        takes long there."""
+        """Start the process. folder: for its sockets, ours alone. way, host: how weights come to it, and its address
+        for that. environment: beside this process's. say: told what takes long there."""
         self.name, self._say, self._silent_s = name, say or (lambda line: None), silent_s
         token = new_token()
         self.sync_token = new_token()
         self._listener = Listener(f"unix:{folder / f'{name}.front'}", token, here="the front")
         self.sync_address = f"unix:{folder / f'{name}.sync'}"
-        birth = Birth(name, spec, self._listener.address, token, self.sync_address, self.sync_token)
+        birth = Birth(name, spec, self._listener.address, token, self.sync_address, self.sync_token, way, host)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lockstep.serve.replica_main"],
             stdin=subprocess.PIPE,

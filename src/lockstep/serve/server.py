@@ -3,39 +3,64 @@
     with Server(ServeSpec(model="smollm2-135m"), replicas=2) as server:
         server.service.submit(request, print)
 
-This process decides and passes on; it keeps the weights to begin with in host memory, and computes nothing.
+This process decides and passes on; it keeps the weights to begin with in host memory, on the CPU device. Where there
+are accelerators, call `cluster.devices.cpu_only` first, as the command does: they are the replicas'.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.serve.folder import SocketFolder
+from lockstep.serve.hosts import AllowedHosts
 from lockstep.serve.process import ProcessWorker
 from lockstep.serve.relay import RelayedReplica, RelayTransport
 from lockstep.serve.role import Served, load_served
+from lockstep.serve.sources import Sources
 from lockstep.serve.spec import ServeSpec
 from lockstep.serve.versions import Versions
 from lockstep.service.controls import Source
 from lockstep.service.requests import Outcome, UpdatePolicy
 from lockstep.service.service import Flips, Ledger, RolloutService
-from lockstep.sync.channel import new_token
+from lockstep.service.status import SyncAt
+from lockstep.sync.channel import is_loopback, new_token
+from lockstep.sync.choice import TransportName, Way
 from lockstep.sync.remote import RemoteReplica
 from lockstep.sync.replica_server import ReplicaServer
 from lockstep.sync.route import Route
-from lockstep.sync.shared_memory import SharedMemoryTransport
 from lockstep.types import PolicyVersion
 
 RESTARTS = 5  # of one replica in a row, without it having served for a while; then it stays away
 SERVED_S = 60.0  # that while
 FIRST_PAUSE_S = 0.5  # before a second restart; doubles
+
+
+def check_ways(transport: TransportName, folder: Path | None, host: str) -> None:
+    """Raises ConfigError unless weights can go this way. Arguments as `Server`."""
+    if (transport == "files") != (folder is not None):
+        raise ConfigError(
+            "serve: --transport files needs --transport-dir, a folder that both sides see"
+            if folder is None
+            else f"serve: --transport-dir has no effect with --transport {transport}; use --transport files"
+        )
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"serve: --transport-dir {folder} is not a folder")
+    if transport == "shared_memory" and not is_loopback(host):
+        raise ConfigError(
+            f"serve: --sync-host {host} is for trainers on other machines, which shared memory does not reach; use "
+            "--transport transfer, or files"
+        )
+    if host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"serve: --sync-host {host!r} is no address that a trainer could be told; name one of this machine"
+        )
 
 
 @dataclass
@@ -54,8 +79,12 @@ class Server:
 
     replicas: how many. update, flips, max_waiting, ledger: as `RolloutService`. weights_dir: where `stage` may read
     versions from. sync_token: the secret of trainers that sync by themselves (default: a new one, which nobody knows).
-    sync_host: where their connections are taken. environments: per replica, beside this process's environment (which
-    devices it may use). say: told what takes long, and what is lost.
+    sync_host: this machine's address where their connections are taken. transport: which way weights go to the
+    replicas, from here and from trainers. transport_dir: of `files`: a folder that this machine and the trainers' see.
+    offers_from: hosts that `stage` may pull offers from. environments: per replica, beside this process's environment
+    (`devices.replica_environments`: which devices it may use). say: told what takes long, and what is lost.
+
+    Raises ConfigError for options that do not go together.
     """
 
     def __init__(
@@ -70,10 +99,16 @@ class Server:
         weights_dir: Path | None = None,
         sync_token: str = "",
         sync_host: str = "127.0.0.1",
+        transport: TransportName = "shared_memory",
+        transport_dir: Path | None = None,
+        offers_from: Sequence[str] = (),
         environments: Callable[[int], Mapping[str, str]] = lambda number: {},
         say: Callable[[str], None] | None = None,
     ) -> None:
+        check_ways(transport, transport_dir, sync_host)
+        hosts = AllowedHosts.of(offers_from)
         self.spec, self._say = spec, say or (lambda line: None)
+        self._transport, self._transport_dir = transport, transport_dir
         self._sync_token, self._sync_host = sync_token or new_token(), sync_host
         self._environments = environments
         self.served: Served = load_served(spec, self._say)
@@ -82,7 +117,7 @@ class Server:
         self._replicas: dict[str, _Replica] = {}
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self.versions = Versions(self.served, self.service, self._routes, weights_dir)
+        self.versions = Versions(self.served, self.service, self._routes, Sources(self.served, weights_dir, hosts))
         try:
             names = [f"rollout-{number}" for number in range(replicas)]
             with ThreadPoolExecutor(replicas) as pool:
@@ -106,6 +141,8 @@ class Server:
             name,
             self.spec,
             self._folder.path,
+            way=self._way(name),
+            host=self._sync_host,
             environment=self._environments(int(name.rpartition("-")[2])),
             say=self._say,
         )
@@ -115,7 +152,7 @@ class Server:
     def _bring_up(self, name: str) -> None:
         """Start a replica for the first time."""
         worker = self._spawn(name)
-        transport = RelayTransport(SharedMemoryTransport(f"front_{name.replace('-', '_')}"))
+        transport = RelayTransport(self._way(name).make(f"front_{name}", self._sync_host))
         remote = RemoteReplica(name, worker.sync_address, worker.sync_token, transport, source="the front")
         relayed = RelayedReplica(remote, self.service)
         server = ReplicaServer(
@@ -124,18 +161,24 @@ class Server:
             None,
             f"{self._sync_host}:0",
             self._sync_token,
-            allow_remote=self._sync_host != "127.0.0.1",
+            allow_remote=not is_loopback(self._sync_host),
             on_trainer=lambda: relayed.inner.start_anew(),
         ).start()
         self._replicas[name] = _Replica(worker, relayed, self._route(relayed), server)
         self._join(self._replicas[name])
+
+    def _way(self, name: str) -> Way:
+        """Each replica's transport is its own, so its folder is too."""
+        return Way(self._transport, "" if self._transport_dir is None else str(self._transport_dir.resolve() / name))
 
     def _route(self, relayed: RelayedReplica) -> Route:
         return replace(relayed.inner.route(), replica=relayed)
 
     def _join(self, one: _Replica) -> None:
         assert one.worker.limits is not None
-        self.service.join(one.worker, shards=one.worker.limits.shards, address=one.server.address)
+        way = self._way(one.worker.name)
+        self.service.syncs[one.worker.name] = SyncAt(one.server.address, way.transport, way.folder)
+        self.service.join(one.worker, shards=one.worker.limits.shards)
 
     def _lost(self, name: str, reason: str) -> None:
         """Start it again, and bring it to what is served. In a thread of its own."""

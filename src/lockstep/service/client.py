@@ -151,8 +151,7 @@ class RemoteRollouts:
         self._ask("/v1/rl/resume", {}, True)
 
     def stage(self, source: Source, number: int) -> dict[str, Any]:
-        body = {"source": {"kind": source.kind, "place": source.place}, "number": number}
-        return self._ask("/v1/rl/versions/stage", body, False)
+        return self._ask("/v1/rl/versions/stage", {"source": source.to_json(), "number": number}, False)
 
     def commit(self, number: int, policy: UpdatePolicy | None = None) -> dict[str, Any]:
         return self._ask("/v1/rl/versions/commit", {"number": number, "policy": policy}, False)

@@ -221,6 +221,9 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
+    """sync_address: where a trainer's weight sync is taken; sync_transport, sync_folder: by which way its weights must
+    come (`sync.choice.Way`)."""
+
     name: str
     alive: bool
     active: PolicyVersion | None
@@ -230,6 +233,8 @@ class ReplicaStatus:
     requests: int
     engine: EngineStatus | None
     sync_address: str = ""
+    sync_transport: str = ""
+    sync_folder: str = ""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from lockstep.service.requests import (
 )
 from lockstep.service.served import ServedReplica
 from lockstep.service.state import Effect, End, Send
-from lockstep.service.status import Totals, describe, with_engines
+from lockstep.service.status import SyncAt, Totals, describe, with_engines
 from lockstep.sync.route import Route
 from lockstep.sync.transport import Deadline
 from lockstep.types import PolicyVersion, Trajectory
@@ -97,7 +97,7 @@ class RolloutService:
         self.flips = flips
         self.workers: dict[str, Worker] = {}
         self.ledger = ledger
-        self.addresses: dict[str, str] = {}  # replica -> where its sync listens, for the status
+        self.syncs: dict[str, SyncAt] = {}  # replica -> where its sync listens, for the status
         self._clients: dict[str, _Client] = {}
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -113,14 +113,13 @@ class RolloutService:
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
-    def join(self, worker: Worker, *, shards: int = 1, active: PolicyVersion | None = None, address: str = "") -> None:
+    def join(self, worker: Worker, *, shards: int = 1, active: PolicyVersion | None = None) -> None:
         """Take a worker in. shards: parts of a version that its replica verifies. active: what it serves already.
         Raises ServiceError for a name that is in use."""
         with self._lock:
             effects = self.protocol.join(worker.name, worker.capacity, shards, active)
             self.workers[worker.name] = worker
             self._abandoned.discard(worker.name)
-            self.addresses[worker.name] = address
             worker.start(partial(self._hear, worker))
             self._apply(effects)
 
@@ -187,7 +186,7 @@ class RolloutService:
     def status(self) -> ServiceStatus:
         with self._lock:
             engines = {name: w for name, w in self.workers.items() if self.protocol.replicas[name].alive}
-            made = describe(self.protocol, self.addresses, self._totals)
+            made = describe(self.protocol, self.syncs, self._totals)
         return with_engines(made, engines)
 
     def wait_idle(self, seconds: float) -> bool:

@@ -32,7 +32,16 @@ class Totals:
             self.reasons[reason if known else OTHER] += 1
 
 
-def describe(protocol: Protocol, addresses: Mapping[str, str], totals: Totals) -> ServiceStatus:
+@dataclass(frozen=True)
+class SyncAt:
+    """Where a trainer's weight sync reaches a replica, and by which way its weights come (`sync.choice.Way`)."""
+
+    address: str = ""
+    transport: str = ""
+    folder: str = ""
+
+
+def describe(protocol: Protocol, syncs: Mapping[str, SyncAt], totals: Totals) -> ServiceStatus:
     """The protocol's state now, without the engines'. Under the service's lock."""
     waiting = protocol.waiting
     replicas = tuple(
@@ -45,9 +54,12 @@ def describe(protocol: Protocol, addresses: Mapping[str, str], totals: Totals) -
             accepting=r.accepting,
             requests=len(r.running),
             engine=None,
-            sync_address=addresses.get(r.name, ""),
+            sync_address=at.address,
+            sync_transport=at.transport,
+            sync_folder=at.folder,
         )
         for r in protocol.replicas.values()
+        for at in [syncs.get(r.name, SyncAt())]
     )
     serving = [r.active for r in replicas if r.active is not None]
     return ServiceStatus(

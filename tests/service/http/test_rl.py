@@ -187,9 +187,10 @@ def test_control_verbs(start: Start) -> None:
             client.pause()
             assert client.status().paused
             client.resume()
-            assert client.stage(Source("transfer", "host:1"), 2)["version"] == 2
+            assert client.stage(Source("transfer", "host:1", "t" * 16, "0" * 32), 2)["version"] == 2
             assert client.status().replicas[0].staged == version_of(2)
             client.abort_version(2)
+            assert server.service.sources[-1] == Source("transfer", "host:1", "t" * 16, "0" * 32)
             client.stage(Source("shared_memory", "name"), 3)
             assert client.commit(3, "drain") == {"version": 3}
             assert client.status().published == version_of(3)

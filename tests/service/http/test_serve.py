@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import openai
 import pytest
 
 from lockstep.cli import main
+from lockstep.errors import SyncError
 from lockstep.models.hf import load_folder, save_folder
 from lockstep.service.blocking import run_all
 from lockstep.service.client import RemoteRollouts
 from lockstep.service.controls import Source
+from lockstep.service.offers import offer
 from lockstep.service.requests import RolloutRequest
 from lockstep.types import Prompt, SamplingParams
 
@@ -92,6 +94,20 @@ def test_the_record_is_the_score_bit_for_bit_across_a_version(served: Served) ->
         assert len(digests) == 2
         status = client.status()
         assert status.published is not None and status.published.number == 1 and status.replicas[0].alive
+
+
+def test_a_version_is_staged_from_an_offer(served: Served, weights_dir: Path) -> None:
+    _, params = load_folder(weights_dir / "v1")
+    with RemoteRollouts(served.url, INFERENCE, control_token=CONTROL) as client:
+        number = client.status().published.number + 1
+        with offer(params) as source:
+            with pytest.raises(SyncError, match="the request says"):
+                client.stage(replace(source, digest="0" * 32), number)
+            assert client.status().replicas[0].staged is None
+            offered = client.stage(source, number)["digest"]
+        client.abort_version(number)
+        assert client.stage(Source("files", "v1"), number)["digest"] == offered
+        client.abort_version(number)
 
 
 def test_streams_and_whole_answers_agree(served: Served) -> None:

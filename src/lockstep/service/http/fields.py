@@ -184,10 +184,13 @@ class ScoreRequest(Body):
 
 
 class SourceField(Body):
-    """files: a folder inside the server's --weights-dir; shared_memory: a segment's name; transfer: host:port."""
+    """files: a folder inside the server's --weights-dir; shared_memory: a segment's name; transfer: host:port of an
+    offer, with its token and the digest of its weights."""
 
     kind: Literal["files", "shared_memory", "transfer"]
     place: Annotated[StrictStr, Field(min_length=1, max_length=4096)]
+    token: Annotated[StrictStr, Field(min_length=16, max_length=256)] | None = None
+    digest: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
 
 
 class StageRequest(Body):

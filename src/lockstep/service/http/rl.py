@@ -123,14 +123,22 @@ async def score(surface: Surface, body: ScoreRequest, exchange: Exchange) -> Non
 
 
 def _source(surface: Surface, body: StageRequest) -> Source:
-    kind, place = body.source.kind, body.source.place
+    kind, place, token, digest = body.source.kind, body.source.place, body.source.token, body.source.digest
+    for name, value in (("token", token), ("digest", digest)):
+        if (value is not None) != (kind == "transfer"):
+            needed = f"a transfer needs the {name} of the offer" if value is None else f"{kind} has no {name}"
+            raise bad(f"source.{name}: {needed}", f"source.{name}")
     if kind == "files":
         return Source(kind, str(_inside(surface.served.weights_dir, place)))
-    pattern = r"[A-Za-z0-9._-]{1,200}" if kind == "shared_memory" else r"[A-Za-z0-9._-]{1,253}:[0-9]{1,5}"
+    pattern = (
+        r"[A-Za-z0-9._-]{1,200}"
+        if kind == "shared_memory"
+        else r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}"
+    )
     if not re.fullmatch(pattern, place) or place.startswith("."):
         expected = "the name of a segment" if kind == "shared_memory" else "host:port"
         raise bad(f"source.place: expected {expected}, got {place!r:.100}", "source.place")
-    return Source(kind, place)
+    return Source(kind, place, token or "", digest or "")
 
 
 def _inside(folder: Path | None, place: str) -> Path:
