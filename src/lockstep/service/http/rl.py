@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from lockstep.service import record
 from lockstep.service.controls import Source
 from lockstep.service.http import wire
 from lockstep.service.http.errors import HttpError, bad
@@ -115,7 +116,7 @@ async def score(surface: Surface, body: ScoreRequest, exchange: Exchange) -> Non
                     "sequences")  # fmt: skip
         check_ids(sequence, surface.served, "sequences")
     scored = await surface.workers.start_slow(surface.service.score, body.sequences, body.temperature)
-    results = [{"policy": wire.policy(version), "logprobs": wire.numbers(values)} for version, values in scored]
+    results = [{"policy": wire.policy(version), "logprobs": record.numbers(values)} for version, values in scored]
     await exchange.json({"results": results})
 
 
