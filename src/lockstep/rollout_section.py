@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import model_validator
 
 from lockstep.schema import Bool, Expects, Float, Int, Section, key, literal
+from lockstep.types import LEAST_TEMPERATURE
 
 
 class RolloutConfig(Section):
@@ -25,8 +26,9 @@ class RolloutConfig(Section):
     temperature: Float = key(
         1.0,
         "Samples are drawn from softmax(logits / temperature).",
-        gt=0,
-        why="at 0 every sample of a group is the same, so no advantage is left to train on; use 1.0",
+        ge=LEAST_TEMPERATURE,
+        why="at 0 every sample of a group is the same, so no advantage is left to train on, and below 0.001 logits "
+        "overflow; use 1.0",
     )
     stop: tuple[Annotated[str, Expects("text, not empty")], ...] = key(
         (),
