@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 from pydantic import model_validator
 
 from lockstep.schema import Bool, Expects, Float, Int, Section, key, literal
-from lockstep.types import LEAST_TEMPERATURE
 
 
 class RolloutConfig(Section):
@@ -26,7 +25,7 @@ class RolloutConfig(Section):
     temperature: Float = key(
         1.0,
         "Samples are drawn from softmax(logits / temperature).",
-        ge=LEAST_TEMPERATURE,
+        ge=0.001,  # types.LEAST_TEMPERATURE, which imports numpy; reading a recipe does not
         why="at 0 every sample of a group is the same, so no advantage is left to train on, and below 0.001 logits "
         "overflow; use 1.0",
     )
