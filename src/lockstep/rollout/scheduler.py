@@ -89,8 +89,8 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """CapacityError if the request could never run, however long it waited."""
-        assert request.seeds, "nobody waits for it: it would never finish"
         length, new, memory = len(request.prompt.ids), request.params.max_new_tokens, self.memory
+        assert request.seeds and (new or request.params.prompt_logprobs), "nothing to draw: it would never finish"
         if not length:
             raise CapacityError(f"prompt {request.prompt.id!r} has no tokens; a completion needs at least one to start")
         need = memory.prompt_pages(length) + memory.own_pages(length, new - 1)
