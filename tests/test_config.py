@@ -222,7 +222,7 @@ def test_a_bad_value_is_refused_in_words(overrides: str, words: str) -> None:
 BAD_PAIRS = [
     (
         "--rollout.temperature 0",
-        ["`rollout.temperature`: expected a number > 0; got 0", "every sample of a group is the same", "use 1.0"],
+        ["`rollout.temperature`: expected a number >= 0.001; got 0", "every sample of a group is the same", "use 1.0"],
     ),
     ("--rollout.samples 1", ["`rollout.samples`: expected a whole number >= 2; got 1; a group of one is its own mean"]),
     ("--rollout.slots 100", ["not a multiple of `numerics.tile_rows` = 32", "use 96 or 128"]),
