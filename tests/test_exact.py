@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithm_section import AlgorithmConfig
+from lockstep.algorithms import make_algorithm
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows
 from lockstep.cluster.sharding import place
@@ -310,7 +311,7 @@ def make_trainer(policy: Policy) -> Trainer:
     params = policy.params
     trains = {p: v for p, v in params.items() if not policy.lora or "lora" in p}
     frozen = {p: v for p, v in params.items() if p not in trains}
-    algorithm = GRPO(clip_low=0.2, clip_high=0.28, kl_coef=0.0, kl_estimator="k3", std_epsilon=1e-4)
+    algorithm = make_algorithm(AlgorithmConfig(), 8)
     optimizer, schedule = optax.sgd(0.5), optax.constant_schedule(0.5)
     return Trainer(policy.programs, frozen, trains, algorithm, optimizer, schedule, exact=True)
 

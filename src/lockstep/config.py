@@ -17,13 +17,13 @@ from typing import Any
 import tomli_w
 from pydantic import model_validator
 
+from lockstep.algorithm_section import AlgorithmConfig
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
 from lockstep.rollout_section import RolloutConfig
 from lockstep.schema import REQUIRED, Problems, Section, key, literal, plain, validate
 from lockstep.sections import (
     ROLES,
-    AlgorithmConfig,
     ClusterConfig,
     LoraConfig,
     MeshConfig,
@@ -90,12 +90,14 @@ class Config(Section):
         tables = plain(self)
         for name in self.task.keys_of_other_kinds():
             tables["task"].pop(name, None)
+        for name in self.algorithm.keys_of_others():
+            tables["algorithm"].pop(name, None)
         return tomli_w.dumps(tables)
 
 
 def _misfits(config: Config) -> Iterator[str]:
     """What is wrong between sections (each within itself is right by now): what, why, what instead."""
-    rollout, numerics, train, algorithm = config.rollout, config.numerics, config.train, config.algorithm
+    rollout, numerics, train = config.rollout, config.numerics, config.train
     rollouts = rollout.prompts * rollout.samples
     length = config.task.max_prompt_tokens + rollout.max_new_tokens
     length_of = (
@@ -146,7 +148,7 @@ def _misfits(config: Config) -> Iterator[str]:
     yield from _storage_misfits(config)
     yield from _overlap_misfits(config)
     yield from _folder_misfits(config)
-    yield from _kl_misfits(algorithm)
+    yield from _algorithm_misfits(config)
 
 
 def _storage_misfits(config: Config) -> Iterator[str]:
@@ -199,26 +201,49 @@ def _folder_misfits(config: Config) -> Iterator[str]:
         )
 
 
-def _kl_misfits(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.kl_coef == 0:
-        return
-    if algorithm.kl_estimator == "k1":
+def _algorithm_misfits(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.kl_coef and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
         yield (
             f'`algorithm.kl_coef` = {algorithm.kl_coef} with `algorithm.kl_estimator` = "k1": as a loss its expected '
-            'gradient is 0, the penalty would only add noise; use "k2" (gradient of the reverse KL) or "k3"'
+            'gradient is 0, the penalty would only add noise; use "k2" (gradient of the reverse KL) or "k3", or '
+            '`algorithm.kl_in` = "reward"'
         )
-    if not algorithm.measure_kl:
+    if algorithm.kl_coef and not algorithm.measure_kl:
         yield (
             f"`algorithm.kl_coef` = {algorithm.kl_coef} needs the KL, but `algorithm.measure_kl` = false; leave it out"
+        )
+    if algorithm.overlong_tokens > rollout.max_new_tokens:
+        yield (
+            f"`algorithm.overlong_tokens` = {algorithm.overlong_tokens} is more than `rollout.max_new_tokens` = "
+            f"{rollout.max_new_tokens}: the penalty would begin before the first token; use fewer"
+        )
+    if algorithm.dynamic_rounds and rollout.staleness:
+        yield (
+            f"`algorithm.dynamic_rounds` = {algorithm.dynamic_rounds} with `rollout.staleness` = {rollout.staleness}: "
+            "which prompts the next steps get is known only when this step's groups are, so they cannot be asked for "
+            "ahead; use staleness = 0, or dynamic_rounds = 0"
+        )
+    if algorithm.name == "raft" and algorithm.best_of >= rollout.samples:
+        yield (
+            f"`algorithm.best_of` = {algorithm.best_of} of `rollout.samples` = {rollout.samples}: a best one is chosen "
+            "from more; use less"
+        )
+    if config.train.mini_batches > rollout.prompts * rollout.samples:
+        yield (
+            f"`train.mini_batches` = {config.train.mini_batches} is more than rollout.prompts * rollout.samples = "
+            f"{rollout.prompts * rollout.samples} samples; use fewer"
         )
 
 
 # Keys whose value may be `module:function`: their section's `folder` says where the module is looked for.
 def _set_folders(data: dict[str, Any], folder: Path) -> None:
     """Write the recipe's folder into the sections that name a `module:function` and no folder of their own."""
-    task, reward = data.get("task"), data.get("reward")
+    task, reward, algorithm = data.get("task"), data.get("reward"), data.get("algorithm")
     if isinstance(task, dict) and "function" in task:
         task.setdefault("folder", str(folder))
+    if isinstance(algorithm, dict) and ":" in str(algorithm.get("name")):
+        algorithm.setdefault("folder", str(folder))
     if isinstance(reward, dict) and isinstance(reward.get("functions"), list):
         names = [f.get("name") for f in reward["functions"] if isinstance(f, dict)]
         if any(isinstance(name, str) and ":" in name for name in names):

@@ -20,7 +20,6 @@ Role = Literal["actor", "rollout", "reference"]
 ROLES: tuple[Role, ...] = ("actor", "rollout", "reference")
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 PositiveOrInf = Annotated[float, Strict(), Expects("a number > 0, or inf")]
-KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class RunConfig(Section):
@@ -304,18 +303,6 @@ class RewardConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = key("grpo", "Group z-score advantages, clipped ratio (Shao et al. 2024).")
-    clip_low: Float = key(0.2, "The ratio is clipped below at 1 - clip_low.", gt=0, le=1, also=("epsilon", "clip"))
-    clip_high: Float = key(0.28, "The ratio is clipped above at 1 + clip_high.", gt=0, also=("epsilon_high",))
-    kl_coef: Float = key(
-        0.0, "Weight of the KL to the reference in the loss; 0: not in it.", ge=0, also=("beta", "kl_weight")
-    )
-    kl_estimator: KlEstimator = key("k3", "Which estimate of the KL, per token (Schulman 2020).", also=("kl_type",))
-    measure_kl: Bool = key(True, "Measure the KL each step, in the loss or not (a forward pass of the reference).")
-    std_epsilon: Float = key(1e-4, "Added to a group's standard deviation before dividing by it.", gt=0)
-
-
 class OptimConfig(Section):
     lr: Float = key(1e-6, "Peak learning rate (Adam).", ge=0, also=("learning_rate",))
     schedule: Literal["constant", "linear", "cosine"] = key(
@@ -350,11 +337,24 @@ class TrainConfig(Section):
     micro_batch_rows: Int = key(
         4096, "Token rows per device and forward pass; less memory, more passes.", ge=1, also=("micro_batch_size",)
     )
+    epochs: Int = key(
+        1, "How often a step's samples are trained on.", ge=1, also=("num_iterations", "ppo_epochs", "mu")
+    )
+    mini_batches: Int = key(
+        1,
+        "Parts, of samples drawn anew in each epoch, that a step's samples are cut into; each is an optimizer update.",
+        ge=1,
+        also=("num_mini_batches", "ppo_mini_batch_size"),
+    )
     select: Literal["all", "informative"] = key(
         "all", "informative: train only on the `select_count` rollouts of largest |advantage| (changes the objective)."
     )
     select_count: Int = key(0, "informative: how many rollouts; 0 with `all`.", ge=0)
     save_trajectories: Bool = key(True, "Write every step's trajectories to `trajectories/` (Parquet).")
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs * self.mini_batches
 
 
 class SyncConfig(Section):

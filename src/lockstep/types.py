@@ -178,7 +178,8 @@ class Trajectory:
       was asked for.
     Filled by the environment: text (completion decoded, special tokens skipped), rewards (by reward name) and
       reward (their weighted sum); `failed` says why there is no reward, then reward is NaN.
-    Filled by scoring: reference_logprobs [T] float32 or None.
+    Filled by scoring: reference_logprobs [T] float32 or None. values [T] float32 or None: the critic's estimate, before
+      each token, of the reward to come.
     """
 
     prompt_ids: np.ndarray
@@ -196,6 +197,7 @@ class Trajectory:
     reward: float = float("nan")
     failed: str | None = None
     reference_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
     kept_logmass: np.ndarray | None = None
     details: Details | None = None
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithms import make_algorithm
+from lockstep.algorithms.base import Algorithm
 from lockstep.config import AlgorithmConfig
 from lockstep.models.decoder import reference_logits
 from lockstep.models.lora import LoraSpec
@@ -44,9 +45,9 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-def grpo(**settings: Any) -> GRPO:
+def grpo(**settings: Any) -> Algorithm:
     """As a recipe with these settings makes it."""
-    return GRPO.from_config(AlgorithmConfig(**settings))
+    return make_algorithm(AlgorithmConfig(**({"clip_high": 0.28} | settings)), 8)
 
 
 def plain_loss(policy, trajectories, advantages, beta):

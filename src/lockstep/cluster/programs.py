@@ -269,13 +269,17 @@ class Programs:
         in_specs = (self._of(frozen), self._of(trainable), r, r, r, none, none)
         return self._map(body, in_specs, (r, self._of(trainable)))(frozen, trainable, x, rows, dx, inv_freq, window)
 
+    @property
+    def head_paths(self) -> dict[str, str]:
+        """Leaf paths of what the head's weights are called in `SplitWeights.head`."""
+        return {"final_norm": "final_norm", "table": "embed" if self.spec.tied_head else "head"}
+
     def head_vjp(
         self, weights: SplitWeights, trainable: frozenset[str], x: jax.Array, at: Any, target: Any, temperature: Any,
         dlogp: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
         """Cotangents of the final hidden rows and of the trained head leaves (`final_norm`, `head` or tied `embed`)."""
-        table = "embed" if self.spec.tied_head else "head"
-        paths = {"final_norm": "final_norm", "table": table}
+        paths = self.head_paths
         chosen = {k: v for k, v in weights.head.items() if paths[k] in trainable}
         frozen = {k: v for k, v in weights.head.items() if k not in chosen}
         dx, grads = self._head_vjp(frozen, chosen, x, at, target, temperature, dlogp)

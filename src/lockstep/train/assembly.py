@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lockstep.algorithms import ALGORITHMS
+from lockstep.algorithms import make_algorithm
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
@@ -119,19 +119,20 @@ def make_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     )
 
 
-def make_schedule(optim: OptimConfig, steps: int) -> optax.Schedule:
+def make_schedule(optim: OptimConfig, steps: int, updates_per_step: int = 1) -> optax.Schedule:
     """Learning rate by update number: linear warm-up to `lr`, then constant, or down to 0 at the last step."""
-    rest = max(1, steps - optim.warmup_steps)
+    warm_up = optim.warmup_steps * updates_per_step
+    rest = max(1, steps * updates_per_step - warm_up)
     after = {
         "constant": optax.constant_schedule(optim.lr),
         "linear": optax.linear_schedule(optim.lr, 0.0, rest),
         "cosine": optax.cosine_decay_schedule(optim.lr, rest),
     }[optim.schedule]
-    if not optim.warmup_steps:
+    if not warm_up:
         return after
     # Starts one notch up: update 0 at rate 0 would be a wasted step.
-    warm = optax.linear_schedule(optim.lr / optim.warmup_steps, optim.lr, max(1, optim.warmup_steps - 1))
-    return optax.join_schedules([warm, after], [optim.warmup_steps])
+    warm = optax.linear_schedule(optim.lr / warm_up, optim.lr, max(1, warm_up - 1))
+    return optax.join_schedules([warm, after], [warm_up])
 
 
 def make_optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -327,8 +328,8 @@ def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit) 
             f"{model.source}: {len(broken)} leaves hold NaN or infinity: {listed(broken)}; the weights are damaged, "
             "get them anew"
         )
-    algorithm = ALGORITHMS[config.algorithm.name].from_config(config.algorithm)
-    schedule = make_schedule(config.optim, config.run.steps)
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens)
+    schedule = make_schedule(config.optim, config.run.steps, config.train.updates_per_step)
     optimizer = make_optimizer(config.optim, schedule)
     exact = config.numerics.mode == "exact"
     return Trainer(programs, frozen, trainable, algorithm, optimizer, schedule, exact=exact)

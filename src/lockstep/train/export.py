@@ -35,7 +35,8 @@ def export_run(run_dir: Path, to: Path, say: Callable[[str], None] | None = None
     model = load_model(config.model.name, config.model.dtype, say=say)
     leaves = split_leaves(config, model.spec)
     like = {path: jax.ShapeDtypeStruct(leaf.shape, TRAINABLE_DTYPE) for path, leaf in leaves.trains.items()}
-    optimizer = make_optimizer(config.optim, make_schedule(config.optim, config.run.steps))
+    schedule = make_schedule(config.optim, config.run.steps, config.train.updates_per_step)
+    optimizer = make_optimizer(config.optim, schedule)
     arrays, meta = checkpoint.restore(
         run_dir, step, {"trainable": like, "optimizer": jax.eval_shape(optimizer.init, like)}
     )

@@ -96,6 +96,7 @@ def fixed_keys(config: Config) -> dict[str, str]:
     anyhow), under a constant learning rate the number of steps, and where model and data lie (it is their content that
     must be the same)."""
     free = {"run.name", "run.dir", "run.checkpoint_every", "model.name", "task.path", "task.folder", "reward.folder"}
+    free.add("algorithm.folder")
     free |= {f"rollout.{key}" for key in ("warm_up", "patience_s", "deadline_s", "url", "token_file")}
     if config.optim.schedule == "constant":
         free.add("run.steps")

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.algorithms.base import Algorithm
 from lockstep.algorithms.losses import Tokens, Totals
+from lockstep.cluster.entropy import Entropy
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.errors import MismatchError, NumericsError
 from lockstep.train.batching import MicroBatch
@@ -89,7 +90,10 @@ class Trainer:
             transform_non_params=lambda _: everywhere,
         )
         self.optimizer_state = jax.jit(optimizer.init, out_shardings=state_placed)(self.trainable)
-        self._loss = jax.jit(jax.value_and_grad(algorithm.loss, has_aux=True))
+        settings = algorithm.settings
+        self._entropy = Entropy(programs) if settings.entropy_coef or settings.measure_entropy else None
+        differentiated = (0, 1) if settings.entropy_coef else (0,)
+        self._loss = jax.jit(jax.value_and_grad(algorithm.loss, differentiated, has_aux=True))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
 
         self._norm = jax.jit(optax.global_norm)
@@ -137,7 +141,7 @@ class Trainer:
         weights = SplitWeights.of(self.params, self.programs.spec.num_layers)
         counted = [t for t in trajectories if len(t.completion_ids)]
         totals = Totals(np.float32(sum(len(t.completion_ids) for t in counted)), np.float32(len(counted)))
-        if self.algorithm.needs_reference:
+        if self.algorithm.kl_in_loss:
             assert all(t.reference_logprobs is not None for t in counted), "the loss needs reference log-probabilities"
         logprobs: list[np.ndarray | None] = [None] * len(trajectories)
         grads: dict[str, jax.Array] | None = None
@@ -163,7 +167,12 @@ class Trainer:
         held = [(trajectories[i].logprobs, lp) for i in used if (lp := stale.get(i, logprobs[i])) is not None]
         if held:
             sums |= mismatch(np.concatenate([was for was, _ in held]), np.concatenate([now for _, now in held]))
-        sums |= {"grad_norm": norm, "lr": float(self._schedule(update_number)), "tokens/trained": int(totals.tokens)}
+        sums |= {
+            "grad_norm": norm,
+            "lr": float(self._schedule(update_number)),
+            "tokens/trained": int(totals.tokens),
+            "loss/denominator": self.algorithm.denominator(totals),
+        }
         return StepResult(sums, logprobs)
 
     def _micro_step(
@@ -190,8 +199,16 @@ class Trainer:
             assert recomputed is not None
             self._require_record(trajectories[i], recomputed, compared=i not in stale)
         tokens = Tokens(*self.programs.put_rows(tuple(batch.tokens)))
-        (_, metrics), dlogp = self._loss(logp, tokens, totals)
-        return metrics, backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer)
+        entropy = None
+        if self._entropy is not None:
+            entropy = self._entropy(weights, picked, device.target, device.temperature)
+        (_, metrics), (dlogp, *dentropy) = self._loss(logp, entropy, tokens, totals)
+        extra = None
+        if self._entropy is not None and dentropy:
+            extra = self._entropy.vjp(
+                weights, self._names, states[-1], device.at, device.target, device.temperature, dentropy[0]
+            )
+        return metrics, backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer, extra)
 
     def _require_record(self, t: Trajectory, recomputed: np.ndarray, *, compared: bool) -> None:
         """compared: whether the weights are those that sampled it."""
