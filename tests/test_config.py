@@ -183,7 +183,7 @@ BAD_VALUES = [
     ("--lora.rank 0", "`lora.rank`: expected a whole number >= 1; got 0"),
     ("--model.dtype float16", '`model.dtype`: expected one of "float32", "bfloat16"; got "float16"'),
     ("--algorithm.kl_estimator k4", '`algorithm.kl_estimator`: expected one of "k1", "k2", "k3"; got "k4"'),
-    ("--algorithm.clip_low 1.5", "`algorithm.clip_low`: expected a number > 0 and <= 1; got 1.5"),
+    ("--algorithm.clip_low 1.5", "`algorithm.clip_low`: expected a number >= 0 and <= 1; got 1.5"),
     ("--algorithm.kl_coef -0.1", "`algorithm.kl_coef`: expected a number >= 0; got -0.1"),
     ("--rollout.stop ['']", "`rollout.stop` holds an empty text"),
     ("--rollout.stop ['a','a']", "`rollout.stop` = [\"a\", \"a\"] holds a text twice"),

@@ -96,10 +96,11 @@ def test_what_the_protocol_page_names_is_there() -> None:
 
 # ---------------------------------------------------------------- every key is read
 
-DESCRIBING = {"sections.py", "schema.py", "keydocs.py", "overrides.py", "config.py"}  # a check of a key is no use of it
+DESCRIBING = {"sections.py", "algorithm_section.py", "schema.py", "keydocs.py", "overrides.py", "config.py"}  # a check of a key is no use of it
 BY_NAME = {f"cluster.{role}" for role in ROLES}  # `getattr(config.cluster, role)`
 CLASSES = {cls.__name__: cls for cls in vars(lockstep.sections).values() if isinstance(cls, type)}
 SECTIONS = {name: kind for name, f in Config.model_fields.items() for kind in sections_in(f.annotation)}
+SECTIONS["settings"] = SECTIONS["algorithm"]  # what an algorithm calls its own
 
 
 def kind_of(path: str) -> type:

@@ -1,6 +1,6 @@
 """Imports go one way, and what answers fast imports nothing heavy.
 
-    types, errors, files, text, ops; schema, sections, rollout_section, overrides, config, keydocs
+    types, errors, files, text, ops; schema, sections, rollout_section, algorithm_section, overrides, config, keydocs
       <- models <- cluster <- sync, rollout, algorithms, envs <- service
       <- audit, train, checkpoint, store, metrics, report, plan, progress, environment <- serve <- cli
 
@@ -26,6 +26,7 @@ LAYERS = [
         "schema",
         "sections",
         "rollout_section",
+        "algorithm_section",
         "overrides",
         "config",
         "keydocs",

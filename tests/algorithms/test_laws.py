@@ -233,10 +233,12 @@ def test_on_a_one_token_bandit_the_expected_gradient_is_the_policy_gradient(name
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "cispo", "rloo", "reinforce_pp"])
 def test_on_completions_of_two_tokens_too(name: str) -> None:
-    """Four completions, enumerated; the reward is of the completion. Sums over tokens (aggregate constant, length 1)."""
+    """Four completions, enumerated; the reward is of the completion. Sums over tokens: aggregate constant, length 1; of
+    RLOO, whose ratio is the completion's, means over completions."""
     first, second = np.array([0.3, -0.4]), np.array([[1.0, -1.0], [0.2, 0.5]])
     reward = np.array([[1.0, -2.0], [0.5, 3.0]])
-    algorithm = make_algorithm(AlgorithmConfig(name=name, aggregate="constant"), 1)
+    settings = {"name": name} if name == "rloo" else {"name": name, "aggregate": "constant"}
+    algorithm = make_algorithm(AlgorithmConfig(**settings), 1)
 
     def logps(theta: Any) -> Any:
         a, b = jax.nn.log_softmax(theta[:2]), jax.nn.log_softmax(theta[2:].reshape(2, 2), axis=1)
@@ -348,7 +350,7 @@ def test_a_recipe_can_name_every_algorithm_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"name": "gpro"}, r"is no algorithm; did you mean grpo\?"),
+        ({"name": "dapoo"}, r"is no algorithm; did you mean dapo\?"),
         ({"name": "raft", "clip_low": 0.1}, '`algorithm.clip_low` has no effect with name = "raft"'),
         ({"name": "dr_grpo", "std_epsilon": 1.0}, "has no effect"),
         ({"dual_clip": 0.5}, "must be > 1, or 0"),
