@@ -196,10 +196,10 @@ BAD_VALUES = [
     ("--task.options 3", "`task.options`: expected a table; got 3"),
     ("--task.options.x foo", '`task.options.x`: expected any TOML value; got foo; a text is written "foo"'),
     ("--run 3", "`run`: expected a table; got 3"),
-    ("--reward.functions []", "`reward.functions`: expected a list, each item a table, not empty; got []"),
+    ("--reward.functions []", "`reward.functions` and `reward.judges` are both empty"),
     ("--reward.functions [{}]", "`reward.functions[0].name` is required and missing: A built-in"),
-    ("--reward.functions [{name='a'},{name='a'}]", '`reward.functions` lists "a" twice'),
-    ("--reward.functions [{name='a',weight=0}]", "`reward.functions` have only zero weights"),
+    ("--reward.functions [{name='a'},{name='a'}]", '`reward.functions` and `reward.judges` list "a" twice'),
+    ("--reward.functions [{name='a',weight=0}]", "all weights of `reward` are zero"),
     ("--reward.functions [{name='a',weight=nan}]", "`reward.functions[0].weight`: expected a number; got nan"),
     ("--reward.functions[0].weight 3", "items of a list cannot be set one by one"),
     ("--rollout.stop.0 x", "items of a list cannot be set one by one; give the whole list, --rollout.stop"),
@@ -222,7 +222,7 @@ def test_a_bad_value_is_refused_in_words(overrides: str, words: str) -> None:
 BAD_PAIRS = [
     (
         "--rollout.temperature 0",
-        ["`rollout.temperature`: expected a number > 0; got 0", "every sample of a group is the same", "use 1.0"],
+        ["`rollout.temperature`: expected a number >= 0.001; got 0", "every sample of a group is the same", "use 1.0"],
     ),
     ("--rollout.samples 1", ["`rollout.samples`: expected a whole number >= 2; got 1; a group of one is its own mean"]),
     ("--rollout.slots 100", ["not a multiple of `numerics.tile_rows` = 32", "use 96 or 128"]),
@@ -247,6 +247,7 @@ BAD_PAIRS = [
     ),
     ("--rollout.staleness -1", ["`rollout.staleness`: expected a whole number >= 0"]),
     ("--rollout.token_file t", ["`rollout.token_file` = ", "has no effect without `rollout.url`"]),
+    ("--rollout.sync_host h", ["`rollout.sync_host` = ", "has no effect without `rollout.url`"]),
     ("--rollout.url host:8000", ['`rollout.url` = "host:8000" is not the address of a service']),
     (
         "--rollout.url http://host:8000 --cluster.rollout={data=2}",

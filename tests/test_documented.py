@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import lockstep.reward_section
 import lockstep.sections
 from lockstep.cli import make_parser
 from lockstep.cli.run import split_run_words
@@ -96,9 +97,18 @@ def test_what_the_protocol_page_names_is_there() -> None:
 
 # ---------------------------------------------------------------- every key is read
 
-DESCRIBING = {"sections.py", "algorithm_section.py", "schema.py", "keydocs.py", "overrides.py", "config.py"}  # a check of a key is no use of it
+DESCRIBING = {
+    "sections.py",
+    "algorithm_section.py",
+    "reward_section.py",
+    "schema.py",
+    "keydocs.py",
+    "overrides.py",
+    "config.py",
+}  # a check of a key is no use of it
 BY_NAME = {f"cluster.{role}" for role in ROLES}  # `getattr(config.cluster, role)`
-CLASSES = {cls.__name__: cls for cls in vars(lockstep.sections).values() if isinstance(cls, type)}
+DEFINING = (lockstep.sections, lockstep.reward_section)
+CLASSES = {cls.__name__: cls for module in DEFINING for cls in vars(module).values() if isinstance(cls, type)}
 SECTIONS = {name: kind for name, f in Config.model_fields.items() for kind in sections_in(f.annotation)}
 SECTIONS["settings"] = SECTIONS["algorithm"]  # what an algorithm calls its own
 
@@ -149,11 +159,12 @@ def sections_of(value: ast.AST) -> list[type]:
 
 def reads_of_properties() -> dict[tuple[type, str], set[str]]:
     """(section class, property or method) -> the keys that it reads of itself."""
-    tree = ast.parse(Path(str(lockstep.sections.__file__)).read_text())
+    trees = [ast.parse(Path(str(module.__file__)).read_text()) for module in DEFINING]
     return {
         (CLASSES[cls.name], f.name): {
             n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute) and last_name(n.value) == "self"
         }
+        for tree in trees
         for cls in ast.walk(tree)
         if isinstance(cls, ast.ClassDef)
         for f in cls.body

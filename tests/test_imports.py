@@ -1,6 +1,7 @@
 """Imports go one way, and what answers fast imports nothing heavy.
 
-    types, errors, files, text, ops; schema, sections, rollout_section, algorithm_section, overrides, config, keydocs
+    types, errors, files, text, ops; schema, sections, algorithm_section, reward_section, rollout_section, overrides,
+    config, keydocs
       <- models <- cluster <- sync, rollout, algorithms, envs <- service
       <- audit, train, checkpoint, store, metrics, report, plan, progress, environment <- serve <- cli
 
@@ -27,6 +28,8 @@ LAYERS = [
         "sections",
         "rollout_section",
         "algorithm_section",
+        "loading",
+        "reward_section",
         "overrides",
         "config",
         "keydocs",

@@ -149,7 +149,7 @@ class AlgorithmConfig(Section):
         """Names of the keys that have no effect with this algorithm."""
         if not self.built_in:
             return []
-        used = {*SHARED, *OWN[self.name]} - {"options", "folder"}
+        used = {*SHARED, *OWN[self.name]} - {"options", "folder"}  # of a `module:Class`
         return [name for name in type(self).model_fields if name not in used]
 
     @model_validator(mode="before")

@@ -20,6 +20,7 @@ from pydantic import model_validator
 from lockstep.algorithm_section import AlgorithmConfig
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
+from lockstep.reward_section import RewardConfig, RewardFunction, RewardJudge
 from lockstep.rollout_section import RolloutConfig
 from lockstep.schema import REQUIRED, Problems, Section, key, literal, plain, validate
 from lockstep.sections import (
@@ -30,8 +31,6 @@ from lockstep.sections import (
     ModelConfig,
     NumericsConfig,
     OptimConfig,
-    RewardConfig,
-    RewardFunction,
     Role,
     RunConfig,
     SyncConfig,
@@ -51,6 +50,7 @@ __all__ = [
     "OptimConfig",
     "RewardConfig",
     "RewardFunction",
+    "RewardJudge",
     "Role",
     "RolloutConfig",
     "RunConfig",

@@ -25,8 +25,9 @@ class RolloutConfig(Section):
     temperature: Float = key(
         1.0,
         "Samples are drawn from softmax(logits / temperature).",
-        gt=0,
-        why="at 0 every sample of a group is the same, so no advantage is left to train on; use 1.0",
+        ge=0.001,  # types.LEAST_TEMPERATURE, which imports numpy; reading a recipe does not
+        why="at 0 every sample of a group is the same, so no advantage is left to train on, and below 0.001 logits "
+        "overflow; use 1.0",
     )
     stop: tuple[Annotated[str, Expects("text, not empty")], ...] = key(
         (),
@@ -141,6 +142,12 @@ class RolloutConfig(Section):
     token_file: str | None = key(
         None, "File that holds the token of the service at `url`.", path="always", min_length=1, also=("api_key",)
     )
+    sync_host: str | None = key(
+        None,
+        "Address of this machine that the service at `url` can reach, where it takes weights over the network "
+        "(`lockstep serve --transport transfer`). Unset: 127.0.0.1, the service is on this machine.",
+        min_length=1,
+    )
 
     @property
     def truncates(self) -> bool:
@@ -190,6 +197,11 @@ class RolloutConfig(Section):
             if self.token_file is not None:
                 raise ValueError(
                     f"`rollout.token_file` = {literal(self.token_file)} has no effect without `rollout.url`; name the "
+                    "service, or leave it out"
+                )
+            if self.sync_host is not None:
+                raise ValueError(
+                    f"`rollout.sync_host` = {literal(self.sync_host)} has no effect without `rollout.url`; name the "
                     "service, or leave it out"
                 )
             return self

@@ -149,6 +149,45 @@ def test_the_likeliest_ids_are_listed(engine: Engine) -> None:
         np.testing.assert_allclose(t.details.top_logprobs, np.take_along_axis(lp, order, 1), atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_a_likely_id_has_the_log_probability_that_drawing_it_records(engine: Engine, temperature: float) -> None:
+    """Bit for bit, whether it was drawn with the list, or by a sample that asked for nothing."""
+    hot = replace(PLAIN, temperature=temperature)
+    listed = run(engine, replace(hot, top_logprobs=8), seeds=[*range(6)])
+    plain = run(engine, hot, seeds=[*range(6, 26)])
+    first = {int(t.completion_ids[0]): t.logprobs[0].tobytes() for t in plain}
+    compared = 0
+    for t in listed:
+        assert t.details is not None and t.details.top_ids is not None and t.details.top_logprobs is not None
+        for drawn, value, ids, values in zip(
+            t.completion_ids, t.logprobs, t.details.top_ids, t.details.top_logprobs, strict=True
+        ):
+            for i in np.flatnonzero(ids == drawn):
+                assert values[i].tobytes() == value.tobytes()
+                compared += 1
+    of_first = dict(zip(listed[0].details.top_ids[0].tolist(), listed[0].details.top_logprobs[0], strict=True))
+    shared = of_first.keys() & first.keys()
+    assert {i: of_first[i].tobytes() for i in shared} == {i: first[i] for i in shared}
+    assert compared > 5 and shared
+
+
+def test_a_prompt_is_scored_without_a_draw(engine: Engine) -> None:
+    """Also one that fills every position, and several waiting for one pass over it."""
+    length = engine.max_positions
+    prompt = Prompt("full", "", tuple(np.random.default_rng(1).integers(0, 262, length).tolist()))
+    scored = replace(PLAIN, prompt_logprobs=True, max_new_tokens=0)
+    drawn = engine.stats.completion_tokens
+    first, second = run(engine, scored, prompt, [1, 2])
+    assert engine.stats.completion_tokens == drawn and not engine.busy and engine.check_integrity()
+    assert (len(first.completion_ids), first.finish_reason, first.versions.tolist()) == (0, "length", [])
+    shorter = replace(prompt, id="shorter", ids=prompt.ids[:-1])
+    (drew,) = run(engine, replace(scored, max_new_tokens=1), shorter, [1])
+    got = [t.details.prompt_logprobs for t in (first, second, drew) if t.details is not None]
+    assert got[0].tobytes() == got[1].tobytes() and got[0][:-1].tobytes() == got[2].tobytes()
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        run(engine, replace(scored, prompt_logprobs=False), prompt, [1])
+
+
 def test_prompts_are_scored(engine: Engine) -> None:
     prompt = Prompt("long", "", tuple(np.random.default_rng(0).integers(0, 262, 40).tolist()))
     run(engine, PLAIN, prompt, [1])

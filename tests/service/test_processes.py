@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -14,15 +16,17 @@ import jax
 import numpy as np
 import pytest
 
-from lockstep.errors import ServiceError, SyncError
+from lockstep.errors import ConfigError, ServiceError, SyncError
 from lockstep.models.hf import load_folder, save_folder
 from lockstep.serve.folder import PREFIX, SocketFolder
 from lockstep.serve.process import ProcessWorker
+from lockstep.serve.relay import RelayTransport
 from lockstep.serve.server import Server
 from lockstep.serve.spec import ServeSpec
 from lockstep.service.blocking import run_all, score
 from lockstep.service.controls import Source
 from lockstep.service.requests import Ended, Lost, RolloutRequest, Started, Tokens
+from lockstep.sync.choice import TransportName, Way
 from lockstep.sync.remote import RemoteReplica
 from lockstep.sync.shared_memory import SharedMemoryTransport
 from lockstep.sync.sync import WeightSync
@@ -123,14 +127,113 @@ def test_a_staged_version_can_be_aborted(server: Server) -> None:
     [
         (Source("files", "../elsewhere"), "outside"),
         (Source("files", "/etc"), "outside"),
+        (Source("files", "nothing-here"), "'nothing-here' is no folder in --weights-dir"),
         (Source("shared_memory", "../../etc/passwd"), "outside"),
         (Source("shared_memory", "no-such-segment"), "No such file"),
-        (Source("transfer", "127.0.0.1:1"), "sync_address"),
+        (Source("transfer", "127.0.0.1:1", TOKEN, "0" * 32), "cannot reach the offer at 127.0.0.1:1"),
+        (Source("transfer", "10.1.2.3:80", TOKEN, "0" * 32), "--offers-from"),
     ],
 )
 def test_what_cannot_be_staged_is_said(server: Server, source: Source, message: str) -> None:
     with pytest.raises(SyncError, match=message):
         server.stage(source, server.service.status().published.number + 1)
+
+
+OFFERS = """
+import sys
+from lockstep.models.hf import load_folder
+from lockstep.service.offers import offer
+_, params = load_folder(sys.argv[1])
+with offer(params) as source:
+    print(source.place, source.token, source.digest, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_version_is_staged_from_another_process(server: Server, weights_dir: Path) -> None:
+    number = server.service.status().published.number + 1
+    words = [sys.executable, "-c", OFFERS, str(weights_dir / "v3")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        place, token, digest = process.stdout.readline().split()
+        staged = server.stage(Source("transfer", place, token, digest), number)
+        process.stdin.close()  # the service has it
+    assert process.returncode == 0
+    server.abort_version(number)
+    assert server.stage(Source("files", "v3"), number)["digest"] == staged["digest"]
+    server.commit(number)
+    assert run_all(server.service, [request()])[0].policy.digest == staged["digest"]
+
+
+@pytest.mark.parametrize("transport", ["transfer", pytest.param("files", marks=pytest.mark.slow)])
+def test_weights_go_the_way_that_is_chosen(
+    tiny_folder: Path, weights_dir: Path, tmp_path: Path, transport: TransportName
+) -> None:
+    """From the front, and from a trainer through it; another way is refused, and what was served stays."""
+    folder = tmp_path if transport == "files" else None
+    spec = ServeSpec(model=str(tiny_folder), slots=8, max_positions=64)
+    with Server(spec, weights_dir=weights_dir, sync_token=TOKEN, transport=transport, transport_dir=folder) as server:
+        segments = set(Path("/dev/shm").glob("lockstep-front_*"))
+        server.stage(Source("files", "v1"), 1)
+        server.commit(1)
+        (status,) = server.service.status().replicas
+        assert status.active.number == 1 and status.sync_transport == transport
+        assert set(Path("/dev/shm").glob("lockstep-front_*")) <= segments, "nothing went through shared memory"
+        _, params = load_folder(weights_dir / "v2")
+        tree = {path: jax.device_put(params[path], jax.devices()[0]) for path in server.served.trains}
+        other = RemoteReplica(status.name, status.sync_address, TOKEN, SharedMemoryTransport("another_way"))
+        with other as remote, pytest.raises(SyncError, match=f"receives over '{transport}'"):
+            WeightSync(server.served.trains, [remote.route()], base={}, deadline_s=60).push(2, tree)
+        own = Way(transport, status.sync_folder).make("trainer")
+        with RemoteReplica(status.name, status.sync_address, TOKEN, own) as remote:
+            receipt = WeightSync(server.served.trains, [remote.route()], base={}, deadline_s=60).push(2, tree)
+        assert run_all(server.service, [request()])[0].policy == receipt.policy
+        assert (folder is None) or (tmp_path / status.name / "v000002" / "manifest.json").is_file()
+
+
+def test_rounds_of_the_front_s_own_version_are_not_told_to_a_trainer() -> None:
+    """Nor a trainer's to the front's transport: one waits for the other to be staged, and each would wait for ever."""
+
+    class Own:
+        name = "own"
+
+        def __init__(self) -> None:
+            self.heard: list[tuple[int, int]] = []
+
+        def send(self, *_: object) -> None: ...
+
+        def release(self, *_: object) -> None: ...
+
+        def arrived(self, *what: int) -> None:
+            self.heard.append(what)
+
+    own, told = Own(), []
+    relay = RelayTransport(own)
+    relay.on_round = lambda *what: told.append(what)
+    relay.send(4, None, {}, {}, None)
+    for version in (4, 5):
+        relay.arrived(version, 0)
+    assert (own.heard, told) == ([(4, 0)], [(5, 0)])
+    relay.release(4, True)
+    relay.on_round = None
+    relay.arrived(4, 1)
+    assert (own.heard, told) == ([(4, 0)], [(5, 0)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transport": "files"}, "needs --transport-dir"),
+        ({"transport_dir": Path(".")}, "no effect"),
+        ({"transport": "files", "transport_dir": Path("no/such/folder")}, "is not a folder"),
+        ({"sync_host": "10.0.0.1"}, "shared memory does not reach"),
+        ({"sync_host": "0.0.0.0", "transport": "transfer"}, "no address that a trainer could be told"),
+        ({"offers_from": ["10.0.0.1/8"]}, "no host to allow"),
+    ],
+)
+def test_options_that_do_not_go_together_are_said(options, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Server(ServeSpec(model="never loaded"), **options)
 
 
 def test_a_version_whose_files_are_links_to_outside_is_not_read(
@@ -259,6 +362,31 @@ def test_a_replica_that_cannot_be_brought_to_what_is_served_is_started_once_more
     assert pids[0] != pids[1] == one.worker.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_a_trainer_s_version_that_is_lost_is_not_replaced_by_an_older_one(server: Server) -> None:
+    """rollout-1 has the server's own version, rollout-0 has the trainer's and dies. It comes back with nothing; the
+    server serves nothing until somebody publishes."""
+    own = server.service.status().published
+    address = next(r.sync_address for r in server.service.status().replicas if r.name == "rollout-0")
+    first = server.served.first_weights()
+    tree = {path: jax.device_put(a * np.float32(1.5), jax.devices()[0]) for path, a in first.items()}
+    with RemoteReplica("rollout-0", address, TOKEN, SharedMemoryTransport("one_trainer")) as remote:
+        sync = WeightSync(server.served.trains, [remote.route()], base={}, deadline_s=60)
+        policy = sync.push(own.number + 1, tree).policy
+    os.kill(server._replicas["rollout-0"].worker.pid, signal.SIGKILL)
+    until(lambda: server.service.status().lost == policy)
+    with pytest.raises(ServiceError, match=f"{policy}, which was served last, is lost"):
+        server.service.submit(request(), print)
+    until(lambda: any("rollout-0 is back; the next version comes to it" in line for line in server.said))
+    serving = {r.name: r.active for r in server.service.status().replicas}
+    assert serving == {"rollout-0": None, "rollout-1": own}
+    with pytest.raises(SyncError, match=f"out of order; {policy} was published last"):
+        server.stage(Source("files", "v3"), policy.number)
+    server.stage(Source("files", "v3"), policy.number + 1)
+    server.commit(policy.number + 1)
+    assert server.service.status().lost is None
+    assert run_all(server.service, [request()])[0].policy.number == policy.number + 1
 
 
 def test_a_folder_of_a_killed_server_is_removed_by_the_next_one(

@@ -13,8 +13,8 @@ from lockstep.algorithms.ppo import PPO
 from lockstep.algorithms.raft import RAFT
 from lockstep.algorithms.reinforce_pp import ReinforcePP
 from lockstep.algorithms.rloo import RLOO
-from lockstep.envs.base import load_object
 from lockstep.errors import ConfigError
+from lockstep.loading import load_object
 from lockstep.text import did_you_mean
 
 ALGORITHMS: dict[str, type[Algorithm]] = {

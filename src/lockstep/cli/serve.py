@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +22,10 @@ def _serve(options: argparse.Namespace) -> int | None:
     from lockstep.service.http import require_serve_extra
 
     require_serve_extra()
+    from lockstep.cluster.devices import cpu_only
     from lockstep.errors import ConfigError
-    from lockstep.serve.server import Server
+    from lockstep.serve.devices import replica_environments
+    from lockstep.serve.server import Server, check_ways
     from lockstep.serve.spec import ServeSpec
     from lockstep.service.http.guard import check_host
     from lockstep.service.http.server import bind
@@ -31,6 +35,17 @@ def _serve(options: argparse.Namespace) -> int | None:
     # What can be wrong without a model is found before one is loaded.
     tokens = AccessTokens() if options.token_file is None else read_tokens(Path(options.token_file))
     check_host(options.host, tokens)
+    cpu_only()  # accelerators are the replicas'
+    environments: list[dict[str, str]] = [{}] * options.replicas
+    if options.devices_per_replica is not None:
+        if not options.recipe and options.devices_per_replica > 1:
+            raise ConfigError(
+                f"--devices-per-replica {options.devices_per_replica}: a model by itself runs on one device; serve a "
+                "recipe, whose [cluster] says how its rollout role is laid out"
+            )
+        environments = replica_environments(options.replicas, options.devices_per_replica, os.environ)
+    transport_dir = None if options.transport_dir is None else Path(options.transport_dir)
+    check_ways(options.transport, transport_dir, options.sync_host)
     weights_dir = None if options.weights_dir is None else Path(options.weights_dir)
     if weights_dir is not None and not weights_dir.is_dir():
         raise ConfigError(f"--weights-dir {weights_dir} is not a folder")
@@ -44,11 +59,14 @@ def _serve(options: argparse.Namespace) -> int | None:
         kv_memory_mib=options.kv_memory_mib or 0,
         warm_up=options.warm_up,
     )
-    journal = None if options.journal is None else Journal(Path(options.journal), fsync=options.fsync, say=say)
-    if journal is not None and journal.recovered:
-        say(f"journal {journal.path}: {journal.recovered} requests were under way when its last server stopped")
-    listener = bind(options.host, options.port)
-    try:
+    with contextlib.ExitStack() as at_the_end:
+        listener = bind(options.host, options.port)
+        at_the_end.callback(listener.close)
+        journal = None if options.journal is None else Journal(Path(options.journal), fsync=options.fsync, say=say)
+        if journal is not None:
+            at_the_end.callback(journal.close)
+            if journal.recovered:
+                say(f"journal {journal.path}: {journal.recovered} requests were under way when its last server stopped")
         server = Server(
             spec,
             ledger=journal,
@@ -56,30 +74,36 @@ def _serve(options: argparse.Namespace) -> int | None:
             update=options.policy,
             flips=options.flips,
             max_waiting=options.max_waiting,
+            boot_s=options.boot_deadline,
             weights_dir=weights_dir,
             sync_token=tokens.sync,
             sync_host=options.sync_host,
+            transport=options.transport,
+            transport_dir=transport_dir,
+            offers_from=options.offers_from,
+            environments=lambda number: environments[number],
             say=say,
         )
-    except BaseException:
-        listener.close()
-        raise
-    try:
         return _run(options, server, tokens, listener, weights_dir, journal)
-    finally:
-        if journal is not None:
-            journal.close()
 
 
-def _limits(options: argparse.Namespace) -> Limits:
+def _limits(options: argparse.Namespace, max_positions: int) -> Limits:
+    """What was given, else the defaults; a prompt can be no longer than the context in any case."""
+    from lockstep.errors import ConfigError
     from lockstep.service.http.settings import Limits
 
+    if options.max_prompt_tokens is not None and options.max_prompt_tokens > max_positions:
+        raise ConfigError(
+            f"--max-prompt-tokens {options.max_prompt_tokens} is more than the {max_positions} positions of a sample; "
+            "lower it, or raise --max-positions"
+        )
     given = {
         "prompt_tokens": options.max_prompt_tokens,
         "concurrent": options.max_concurrency,
         "queue_s": options.queue_s,
     }
-    return Limits(**{name: value for name, value in given.items() if value is not None})
+    limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    return replace(limits, prompt_tokens=min(limits.prompt_tokens, max_positions))
 
 
 def _run(
@@ -99,7 +123,7 @@ def _run(
     from lockstep.service.http.settings import Served
     from lockstep.service.http.surface import Surface
 
-    model, limits = server.served.model, _limits(options)
+    model, limits = server.served.model, _limits(options, server.served.max_positions)
     name = options.name or Path(options.model or model.source).name
     served = Served(name, model.tokenizer, model.spec.vocab_size, server.served.max_positions, weights_dir=weights_dir)
     surface = Surface(server.service, server, served, limits, tokens, options.host, journal or MemoryReplay())
@@ -142,12 +166,17 @@ def add_serve(add: Add) -> None:
     serve.add_argument("--name", metavar="NAME", help="of the model, for clients (default: that of the model's folder)")
     serve.add_argument("--host", metavar="HOST", default="127.0.0.1", help="any but this machine needs --token-file")
     port = number(int, 0, "a port")
+    patience = number(float, 0.001, "a number of seconds > 0")
     serve.add_argument("--port", metavar="N", type=port, default=8000, help="0: any that is free (default: 8000)")
     serve.add_argument(
         "--token-file", metavar="FILE",
         help="secrets, readable by you alone: lines `inference TOKEN`, `control TOKEN`, `sync TOKEN`; or JSON, or TOML",
     )  # fmt: skip
     serve.add_argument("--replicas", metavar="N", type=count, default=1, help="processes that sample (default: 1)")
+    serve.add_argument(
+        "--devices-per-replica", metavar="N", type=count,
+        help="accelerators for each replica, its own (default: all see all)",
+    )  # fmt: skip
     serve.add_argument(
         "--policy", choices=("drain", "abort", "dual"), default="drain",
         help="when a version comes, requests under way: finish first, start anew, or finish beside it (default: drain)",
@@ -163,8 +192,24 @@ def add_serve(add: Add) -> None:
     serve.add_argument("--fsync", action="store_true", help="wait for the disk with every line of the journal")
     serve.add_argument("--weights-dir", metavar="DIR", help="the only folder that versions may be staged from")
     serve.add_argument(
-        "--sync-host", metavar="HOST", default="127.0.0.1", help="where trainers' weight syncs are taken"
-    )
+        "--offers-from", metavar="HOST", action="append", default=[],
+        help="an address, network or name that versions offered by other processes may be pulled from, besides this "
+        "machine; may be repeated",
+    )  # fmt: skip
+    serve.add_argument(
+        "--transport", choices=("shared_memory", "transfer", "files"), default="shared_memory",
+        help="which way weights go to the replicas, from here and from trainers: on this machine, over the network, by "
+        "a folder (default: shared_memory)",
+    )  # fmt: skip
+    serve.add_argument("--transport-dir", metavar="DIR", help="files: the folder, which trainers see at the same path")
+    serve.add_argument(
+        "--sync-host", metavar="HOST", default="127.0.0.1",
+        help="this machine's address where trainers' weight syncs are taken (default: 127.0.0.1)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--boot-deadline", metavar="S", type=patience, default=300.0,
+        help="for a replica to load its model; one that takes longer is ended (default: 300)",
+    )  # fmt: skip
     serve.add_argument("--max-prompt-tokens", metavar="N", type=count, help="of one prompt")
     serve.add_argument(
         "--max-concurrency", metavar="N", type=count, help="calls under way; more are told to come again"

@@ -56,6 +56,31 @@ def simulate_cpu_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*flags, *(f"{k}={v}" for k, v in _CPU_FLAGS.items() if k not in names)])
 
 
+def cpu_only() -> None:
+    """Make this process compute on its CPU and leave accelerators to others. Processes that it starts are not bound.
+
+    Call it before anything touches a device. Raises ConfigError when an accelerator has been taken already.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    if (platform_name := jax.default_backend()) != "cpu":
+        raise ConfigError(
+            f"this process must compute on the CPU only, but has taken a {platform_name} device already; do it in a "
+            "process of its own, before the first use of a device"
+        )
+
+
+def cpu_device() -> jax.Device:
+    """The first CPU device, also where arrays are made on an accelerator by default. Raises ConfigError without one."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError as error:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise ConfigError(
+            f"a CPU device is needed beside those of JAX_PLATFORMS = {platforms!r} ({error}); "
+            "add cpu to it, as in JAX_PLATFORMS=cuda,cpu"
+        ) from error
+
+
 def available_devices(cpu_devices: int | None = None) -> list[jax.Device]:
     """The devices to build meshes from, in jax's order; `cpu_devices` many simulated ones if given.
 

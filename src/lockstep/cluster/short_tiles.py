@@ -22,11 +22,29 @@ HEIGHTS = (2, 8, 16)  # XLA:CPU multiplies a single row by another kernel
 
 
 def comes_out_as_a_tile(programs: Programs, height: int, width: int) -> bool:
-    """Whether layer 0 gives the same bits on passes of `height` rows as on one of a whole tile, on random weights and
-    states. width: of the index that rows read by; attention has a tile of its own, so any will do."""
+    """Whether layers give the same bits on passes of `height` rows as on one of a whole tile, on random weights and
+    states: one layer of each kind, since those with an adapter (`lora.last_layers`) have products of their own. width:
+    of the index that rows read by; attention has a tile of its own, so any will do."""
+    return all(_layer_comes_out_as_a_tile(programs, layer, height, width) for layer in _kinds(programs))
+
+
+def _kinds(programs: Programs) -> list[int]:
+    """The first layer of each set of leaves."""
+    leaves: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
+    for path, leaf in programs.leaves.items():
+        if path.startswith("layers."):
+            _, layer, name = path.split(".", 2)
+            leaves.setdefault(int(layer), set()).add((name, leaf.shape))
+    first: dict[frozenset[tuple[str, tuple[int, ...]]], int] = {}
+    for number in sorted(leaves):
+        first.setdefault(frozenset(leaves[number]), number)
+    return list(first.values())
+
+
+def _layer_comes_out_as_a_tile(programs: Programs, layer: int, height: int, width: int) -> bool:
     tile, shards = programs.num.tile_rows, programs.row_shards
     rng = np.random.default_rng(height)
-    weights = _random_layer(programs, rng)
+    weights = _random_layer(programs, layer, rng)
     x = _random(rng, (shards, tile, programs.spec.dim), programs)
     empty = programs.new_pool(width + tile)
     content = jax.tree.map(lambda a: _random(rng, a.shape, programs), empty)
@@ -45,7 +63,7 @@ def comes_out_as_a_tile(programs: Programs, height: int, width: int) -> bool:
         part = jax.tree.map(lambda a: flat(a[:, first : first + count]), (x, rows))
         state, own = programs.put_rows(part)
         pool = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), content, empty)
-        return np.asarray(programs.layer_of(weights, 0, state, own, pool)[0]).reshape(shards, count, -1)
+        return np.asarray(programs.layer_of(weights, layer, state, own, pool)[0]).reshape(shards, count, -1)
 
     whole = run(0, tile)
     short = np.concatenate([run(first, height) for first in range(0, tile, height)], 1)
@@ -56,11 +74,11 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], programs: Programs
     return np.asarray(rng.standard_normal(shape, np.float32)).astype(programs.num.dtype)
 
 
-def _random_layer(programs: Programs, rng: np.random.Generator) -> dict[str, jax.Array]:
-    """Weights of layer 0, adapter included, of the size that keeps states about as large as they are."""
+def _random_layer(programs: Programs, layer: int, rng: np.random.Generator) -> dict[str, jax.Array]:
+    """Weights of a layer, adapter included, of the size that keeps states about as large as they are."""
     out = {}
     for path, leaf in programs.leaves.items():
-        if path.startswith("layers.0."):
+        if path.startswith(f"layers.{layer}."):
             name = path.split(".", 2)[2]
             values = rng.standard_normal(leaf.shape, np.float32) / np.sqrt(leaf.shape[0] if len(leaf.shape) > 1 else 1)
             out[name] = jax.device_put(values, NamedSharding(programs.mesh, programs.place_of(name)))

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.envs.base import describe_exception, load_function, nearest
 from lockstep.errors import ConfigError, DataError
+from lockstep.loading import describe_exception, load_function, nearest
 
 if TYPE_CHECKING:
     import pyarrow

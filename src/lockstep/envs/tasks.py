@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.envs.base import PromptTokenizer, Task, nearest
+from lockstep.envs.base import PromptTokenizer, Task
 from lockstep.envs.sources import FileSource, FunctionSource, ReasoningGymSource, Source, derive_seed
 from lockstep.envs.template import Rendered, Template
 from lockstep.errors import ConfigError, DataError
+from lockstep.loading import nearest
 from lockstep.types import Prompt
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.envs.base import PromptTokenizer, nearest
+from lockstep.envs.base import PromptTokenizer
 from lockstep.errors import ConfigError, DataError, TokenizerError
+from lockstep.loading import nearest
 
 if TYPE_CHECKING:
     from lockstep.config import TaskConfig

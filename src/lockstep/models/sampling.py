@@ -46,13 +46,12 @@ class Changes(NamedTuple):
 
 class Choice(NamedTuple):
     """token [N] int32. kept [N] float32: log-probability of the token under the whole softmax less that under the
-    distribution drawn from; where ids were only cut off, the log of the mass that was kept, <= 0. top_ids, top_logprobs
-    [N, n]: the likeliest ids of the whole softmax."""
+    distribution drawn from; where ids were only cut off, the log of the mass that was kept, <= 0. top_ids [N, n]: the
+    likeliest ids of the whole softmax."""
 
     token: Any
     kept: Any
     top_ids: Any
-    top_logprobs: Any
 
 
 def _spread(c: Changes, values: jax.Array, other: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -131,8 +130,8 @@ def _block(
     token = _draw(kept, kept_peak, chunks, temperature, uniform).astype(jnp.int32)
     whole, drawn = (a[token, jnp.arange(len(token))] - p for a, p in ((z, peak), (kept, kept_peak)))
     ratio = jnp.where(temperature > 0, (whole - drawn) + (kept_log_sum - log_sum), 0.0)
-    values, ids = jax.lax.top_k(z.T, likeliest) if likeliest else (z.T[:, :0], jnp.zeros((len(token), 0), jnp.int32))
-    return Choice(token, ratio, ids.astype(jnp.int32), values - (peak + log_sum)[:, None])
+    ids = jax.lax.top_k(z.T, likeliest)[1] if likeliest else jnp.zeros((len(token), 0), jnp.int32)
+    return Choice(token, ratio, ids.astype(jnp.int32))
 
 
 def choose(

@@ -2,8 +2,8 @@
 
 Rows that ask for nothing but a temperature are drawn and scored by one program (`Programs.sample`). Rows that change
 the distribution, or want the likeliest ids, are drawn by another (`models.sampling`) and scored by the trainer's own
-(`Programs.logprobs`). So no row's bits depend on what other rows ask for, and every record is what the trainer
-computes.
+(`Programs.logprobs`), as are the likeliest ids. So no row's bits depend on what other rows ask for, and every
+log-probability is what the trainer computes.
 """
 
 from __future__ import annotations
@@ -177,39 +177,62 @@ class Sampler:
         likeliest = self._likeliest(max(w.params.top_logprobs for _, w in b.places))
         put = p.put_rows((b.at, b.temperature, b.seed, b.index, changes(b, p.spec.vocab_size)))
         at, temperature, seed, index, changed = put
-        x = p.pick(x, at)
-        choice = self._changed.choose(weights, x, temperature, seed, index, changed, likeliest)
+        picked = p.pick(x, at)
+        choice = self._changed.choose(weights, picked, temperature, seed, index, changed, likeliest)
         target = np.where(b.index >= 0, np.asarray(choice.token), -1)
-        logprobs = np.asarray(p.logprobs(weights, x, p.put_rows(target), temperature))
-        kept, top_ids, top_logprobs = (np.asarray(a) for a in choice[1:])
+        logprobs = np.asarray(p.logprobs(weights, picked, p.put_rows(target), temperature))
+        kept, top_ids = (np.asarray(a) for a in choice[1:])
+        likely = {id(w): top_ids[j, : w.params.top_logprobs] for j, w in b.places}
+        listed = self._score(
+            weights, x, [[(w.row, int(i), w.params.temperature) for w in own for i in likely[id(w)]] for own in wanted]
+        )
+        ends = [np.cumsum([len(likely[id(w)]) for w in own])[:-1] for own in wanted]
+        of_each = {
+            id(w): values
+            for own, found, cuts in zip(wanted, listed, ends, strict=True)
+            for w, values in zip(own, np.split(found, cuts), strict=False)
+        }
         return {
             id(w): Drawn(
-                w.sequence, int(target[j]), float(logprobs[j]), float(kept[j]),
-                (top_ids[j, : w.params.top_logprobs], top_logprobs[j, : w.params.top_logprobs]), w.drafts,
+                w.sequence,
+                int(target[j]),
+                float(logprobs[j]),
+                float(kept[j]),
+                (likely[id(w)], of_each[id(w)]),
+                w.drafts,
             )
             for j, w in b.places
-        }  # fmt: skip
+        }
+
+    def _score(
+        self, weights: SplitWeights, x: jax.Array, wanted: List[List[tuple[int, int, float]]]
+    ) -> list[np.ndarray]:
+        """Log-probabilities of given ids by the trainer's program, per device. wanted: per device, (row of its share,
+        id, temperature); a row may come several times."""
+        if not any(wanted):
+            return [np.zeros(0, np.float32) for _ in wanted]
+        p = self.programs
+        m = p.head_rows_for(max(map(len, wanted)))
+        at, target = np.zeros(m * len(wanted), np.int32), np.full(m * len(wanted), -1, np.int32)
+        temperature = np.ones(m * len(wanted), np.float32)
+        for d, own in enumerate(wanted):
+            for j, (row, token, heat) in enumerate(own, d * m):
+                at[j], target[j], temperature[j] = row, token, heat
+        picked, *rest = p.put_rows((at, target, temperature))
+        found = np.asarray(p.logprobs(weights, p.pick(x, picked), *rest))
+        return [found[d * m : d * m + len(own)] for d, own in enumerate(wanted)]
 
     def score_prompts(
         self, weights: SplitWeights, x: jax.Array, wanted: List[List[tuple[int, GroupWork, int]]]
     ) -> None:
         """Fill in the log-probability of a prompt's id that comes after each of the rows. wanted: per device, (row of
         its share, group, position of the row)."""
-        if not any(wanted):
-            return
-        p = self.programs
-        m = p.head_rows_for(max(map(len, wanted)))
-        at, target = np.zeros(m * len(wanted), np.int32), np.full(m * len(wanted), -1, np.int32)
-        temperature = np.ones(m * len(wanted), np.float32)
-        places = [(j, group, pos) for d, own in enumerate(wanted) for j, (_, group, pos) in enumerate(own, d * m)]
-        for j, row in ((j, row) for d, own in enumerate(wanted) for j, (row, _, _) in enumerate(own, d * m)):
-            at[j] = row
-        for j, group, pos in places:
-            target[j] = group.request.prompt.ids[pos + 1]
-            temperature[j] = group.request.params.temperature
-        picked, *rest = p.put_rows((at, target, temperature))
-        found = np.asarray(p.logprobs(weights, p.pick(x, picked), *rest))
-        for j, group, pos in places:
-            if group.scores is None:
-                group.scores = np.full(group.prompt_length, np.nan, np.float32)
-            group.scores[pos + 1] = found[j]
+        ids = [
+            [(row, group.request.prompt.ids[pos + 1], group.request.params.temperature) for row, group, pos in own]
+            for own in wanted
+        ]
+        for own, found in zip(wanted, self._score(weights, x, ids), strict=True):
+            for (_, group, pos), value in zip(own, found, strict=True):
+                if group.scores is None:
+                    group.scores = np.full(group.prompt_length, np.nan, np.float32)
+                group.scores[pos + 1] = value

@@ -26,6 +26,7 @@ class RelayTransport:
         self.own, self.name = own, own.name
         self.on_round: Callable[[int, int], None] | None = None
         self._handed: dict[int, Mapping[str, Any]] = {}
+        self._sent: set[int] = set()  # the front's own versions
 
     def redeem(self, version: int, ticket: Mapping[str, Any]) -> None:
         """Keep it for the replica that is to redeem it."""
@@ -36,10 +37,10 @@ class RelayTransport:
         return self.own.ticket(version) if handed is None else handed
 
     def arrived(self, version: int, round_number: int) -> None:
-        if self.on_round is not None:  # of a version that the trainer sends
-            self.on_round(version, round_number)
-        else:
+        if version in self._sent:
             self.own.arrived(version, round_number)
+        elif (tell := self.on_round) is not None:  # of a version that the trainer sends
+            tell(version, round_number)
 
     def send(
         self,
@@ -50,6 +51,7 @@ class RelayTransport:
         deadline: Deadline,
         digest: str = "",
     ) -> Sent:
+        self._sent.add(version)
         return self.own.send(version, plan, source, numbers, deadline, digest)
 
     def receive(
@@ -66,6 +68,7 @@ class RelayTransport:
         self.own.forget()
 
     def release(self, version: int, published: bool) -> None:
+        self._sent.discard(version)
         self.own.release(version, published)
 
 

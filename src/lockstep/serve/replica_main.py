@@ -26,7 +26,6 @@ from lockstep.service.worker import EngineWorker
 from lockstep.sync.channel import Channel, connect
 from lockstep.sync.ends import numbers_from
 from lockstep.sync.replica_server import ReplicaServer
-from lockstep.sync.shared_memory import SharedMemoryTransport
 from lockstep.sync.transport import Deadline
 from lockstep.train.rundir import keep_compiled_programs
 
@@ -72,7 +71,7 @@ def _serve(birth: Birth, commands: Channel, events: Channel) -> int:
 
 
 def _set_up(birth: Birth, say: Callable[[str], None]) -> tuple[Role, EngineWorker, ReplicaServer]:
-    transport = SharedMemoryTransport(f"{birth.name.replace('-', '_')}.{os.getpid()}")
+    transport = birth.way.make(f"{birth.name}.{os.getpid()}", birth.host)
     made: list[EngineWorker] = []
     numbers: dict[int, jax.Device] = {}
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
+from lockstep.sync.choice import Way
 from lockstep.types import Fingerprint
 
 
@@ -35,7 +36,7 @@ class ServeSpec:
 @dataclass(frozen=True)
 class Birth:
     """What a replica's process is told. front, token: where to connect, and the secret. sync: where its weight sync
-    listens, with a secret of its own."""
+    listens, with a secret of its own. way: by which weights come; host: its address for that."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -45,6 +46,8 @@ class Birth:
     token: str
     sync: str
     sync_token: str
+    way: Way
+    host: str
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from lockstep.cluster.devices import cpu_device
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.sharding import place
-from lockstep.errors import ModelError, SyncError
-from lockstep.models.hf import load_folder, name_map
+from lockstep.errors import SyncError
 from lockstep.serve.role import Served
+from lockstep.serve.sources import Sources
 from lockstep.service.controls import Source
 from lockstep.service.requests import UpdatePolicy
 from lockstep.service.service import RolloutService
-from lockstep.sync import foreign
 from lockstep.sync.receipt import SyncReceipt
 from lockstep.sync.route import Route
-from lockstep.sync.select import check_names
 from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import leaf_digests
 from lockstep.types import PolicyVersion
@@ -48,15 +46,14 @@ class _Held:
 
 
 class Versions:
-    """served: what is served, loaded here. routes: to the replicas that there are now. root: where versions may be read
-    from; None: nowhere."""
+    """served: what is served, loaded here. routes: to the replicas that there are now. sources: what `stage` reads. The
+    weights are kept on the CPU, whatever devices there are: those are the replicas'."""
 
     def __init__(
-        self, served: Served, service: RolloutService, routes: Callable[[], list[Route]], root: Path | None
+        self, served: Served, service: RolloutService, routes: Callable[[], list[Route]], sources: Sources
     ) -> None:
-        self._served, self._service, self._routes = served, service, routes
-        self._root = None if root is None else root.resolve()
-        self._mesh = Dial.build({"actor": {}, "rollout": "actor"}, jax.devices()[:1]).mesh("actor")
+        self._served, self._service, self._routes, self._sources = served, service, routes, sources
+        self._mesh = Dial.build({"actor": {}, "rollout": "actor"}, [cpu_device()]).mesh("actor")
         frozen = {path: served.model.params[path] for path in served.frozen}
         self._base = leaf_digests(place(frozen, served.frozen, self._mesh)) if frozen else {}
         self._current: tuple[PolicyVersion | None, dict[str, jax.Array]] = (None, self._place(served.first_weights()))
@@ -74,17 +71,21 @@ class Versions:
 
     def publish_first(self) -> PolicyVersion:
         """The weights to begin with, as version 0."""
-        policy = self._sync(self._routes()).push(0, self._current[1]).policy
-        self._current = (policy, self._current[1])
-        return policy
+        tree = self._current[1]
+        receipt = self._sync(self._routes()).push(0, tree)
+        self._follow(receipt, tree)
+        return receipt.policy
+
+    def holds(self, policy: PolicyVersion) -> bool:
+        """Whether this version came from here, and can be brought to a replica again."""
+        return self._current[0] == policy
 
     def catch_up(self, route: Route) -> PolicyVersion | None:
-        """Bring a replica that was started again to what is served, if that came from here; else the trainer's next
-        version will."""
+        """Bring a replica that was started again to what was published last, if that came from here; else it waits for
+        the trainer's next version: nothing older is served in its place."""
         with self._following:
             policy, tree = self._current
-            serving = self._service.status().published
-            if policy is None or (serving is not None and serving != policy):
+            if policy is None or self._service.latest not in (None, policy):
                 return None
             return self._sync([route]).push(policy.number, tree).policy
 
@@ -106,15 +107,17 @@ class Versions:
 
     def stage(self, source: Source, number: int) -> dict[str, Any]:
         """As `Controls.stage`."""
-        serving = self._service.status().published
+        serving = self._service.latest
         with self._lock:
             if self._held is not None and not self._held.over.is_set():
                 raise SyncError(f"sync: version {self._held.number} is staged already; commit it or abort it first")
             if serving is not None and number <= serving.number:
-                raise SyncError(f"sync: version {number} is out of order; {serving} is served, use a higher number")
+                raise SyncError(
+                    f"sync: version {number} is out of order; {serving} was published last, use a higher number"
+                )
             held = self._held = _Held(number)
         try:
-            tree = self._place(self._load(source))
+            tree = self._place(self._sources.load(source))
         except BaseException:
             held.over.set()
             raise
@@ -130,7 +133,7 @@ class Versions:
         """As `Controls.commit`. policy: from now on."""
         held = self._decide(number, "commit")
         if policy is not None:
-            self._service.protocol.update = policy
+            self._service.update_by(policy)
         held.told.set()
         held.over.wait()
         if held.error is not None:
@@ -184,66 +187,3 @@ class Versions:
             evicted = dict(held.receipt.evicted)
             made |= {"replicas": list(held.receipt.replicas), "evicted": evicted, "seconds": dict(held.receipt.seconds)}
         return made
-
-    # -- where weights are read ----------------------------------------------------------------------------------------
-
-    def _load(self, source: Source) -> dict[str, np.ndarray]:
-        """The trained leaves. Raises SyncError or ModelError for a place that may not be read, or is not a version."""
-        if source.kind == "transfer":
-            raise SyncError(
-                "sync: over a transfer address the trainer's own sync stages and flips: connect it to the "
-                "`sync_address` of each replica, which the status lists (`lockstep.sync.remote.RemoteReplica`)"
-            )
-        path = self._confined(source)
-        if source.kind == "shared_memory":
-            return self._from_segment(path)
-        if self._served.config is not None and self._served.frozen:
-            raise SyncError("sync: an adapter is staged from shared memory; a folder holds whole models")
-        self._check_files(path)
-        spec, params = load_folder(path, self._served.dtype, check_finite=True)
-        if spec != self._served.model.spec:
-            raise ModelError(f"{path} holds another model than the one that is served; its config.json differs")
-        return params
-
-    def _confined(self, source: Source) -> Path:
-        roots = [self._root] if source.kind == "files" else [Path("/dev/shm")]
-        if roots[0] is None:
-            raise SyncError("sync: versions are read from no folder here; start the service with --weights-dir DIR")
-        path = (roots[0] / source.place).resolve()
-        if not path.is_relative_to(roots[0]) or path == roots[0]:
-            raise SyncError(f"sync: {source.place!r} is outside of where versions are read from")
-        return path
-
-    def _check_files(self, folder: Path) -> None:
-        """A folder inside may still hold links to what is outside, or something that is read for ever."""
-        assert self._root is not None
-        for path in folder.iterdir():
-            real = path.resolve()
-            if not real.is_relative_to(self._root):
-                raise SyncError(
-                    f"sync: {path.name!r} of the version's folder links to outside of --weights-dir; copy it"
-                )
-            if not (real.is_file() or real.is_dir()):
-                raise SyncError(f"sync: {path.name!r} of the version's folder is no regular file")
-
-    def _from_segment(self, path: Path) -> dict[str, np.ndarray]:
-        """By the leaves' own names, or by the Hugging Face names of the model."""
-        try:
-            with foreign.Segment(path) as segment:
-                segment.check()
-                names = segment.manifest["leaves"]
-                if set(names) == set(self._served.trains):
-                    found = {name: segment.array(name, check=False).copy() for name in names}
-                else:
-                    refs = name_map(self._served.model.spec)
-                    check_names({n: None for ref in refs.values() for n in ref.names}, names, f"leaves of {path.name}")
-                    found = {
-                        leaf: np.array(ref.gather(lambda n: segment.array(n, check=False)))
-                        for leaf, ref in refs.items()
-                    }
-        except foreign.WeightsError as error:
-            raise SyncError(f"sync: {error}") from error
-        bad = [leaf for leaf, a in found.items() if not np.isfinite(np.asarray(a, np.float32)).all()]
-        if bad:
-            raise SyncError(f"sync: {bad[0]} of {path.name} holds NaN or infinity")
-        return {leaf: a.astype(self._served.dtype) for leaf, a in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from lockstep.service.requests import Outcome, UpdatePolicy
@@ -11,10 +11,18 @@ from lockstep.service.requests import Outcome, UpdatePolicy
 
 @dataclass(frozen=True)
 class Source:
-    """Where a version's weights are. files: a folder; shared_memory: a segment's name; transfer: host:port."""
+    """Where a version's weights are. place: of `files` a folder, of `shared_memory` a segment's name, of `transfer` the
+    host:port where another process offers them (`offers.offer`). token, digest: of an offer: its secret, and the digest
+    that the weights must have."""
 
     kind: Literal["files", "shared_memory", "transfer"]
     place: str
+    token: str = field(default="", repr=False)
+    digest: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """For the request to stage it."""
+        return {name: value for name, value in vars(self).items() if value}
 
 
 class Controls(Protocol):

@@ -221,6 +221,9 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
+    """sync_address: where a trainer's weight sync is taken; sync_transport, sync_folder: by which way its weights must
+    come (`sync.choice.Way`)."""
+
     name: str
     alive: bool
     active: PolicyVersion | None
@@ -230,12 +233,16 @@ class ReplicaStatus:
     requests: int
     engine: EngineStatus | None
     sync_address: str = ""
+    sync_transport: str = ""
+    sync_folder: str = ""
 
 
 @dataclass(frozen=True)
 class ServiceStatus:
     """published: the newest version that a replica serves. waiting, running: requests. ended: totals by outcome;
-    reasons: of those that did not finish, how often. waiting_for: what the oldest waiting request waits for."""
+    reasons: of those that did not finish, how often. waiting_for: what the oldest waiting request waits for. retired:
+    the last versions let go; freed: of all since the start, how many `versions`, `weight_bytes`, `pages`. lost: the
+    version published last, where nobody has it any more; until another is published, requests are refused."""
 
     published: PolicyVersion | None
     paused: bool
@@ -248,4 +255,6 @@ class ServiceStatus:
     waiting_for: str
     replicas: tuple[ReplicaStatus, ...]
     retired: tuple[Retired, ...] = ()
+    freed: dict[str, int] = field(default_factory=dict)
+    lost: PolicyVersion | None = None
     details: dict[str, Any] = field(default_factory=dict)

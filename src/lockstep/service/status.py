@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from lockstep.service.protocol import Protocol
 from lockstep.service.requests import Outcome, ReplicaStatus, Retired, ServiceStatus, Worker
 from lockstep.service.state import End
+from lockstep.types import PolicyVersion
 
 RETIRED_KEPT = 64
 REASONS_KEPT = 64
@@ -18,11 +19,13 @@ OTHER = "other reasons"
 @dataclass(frozen=True)
 class Totals:
     """Since the start. ended: requests by outcome. reasons: of those that did not finish, how often; clients have words
-    of their own, so only the first REASONS_KEPT different ones are told apart. retired: the last versions let go."""
+    of their own, so only the first REASONS_KEPT different ones are told apart. retired: the last versions let go, and
+    what all of them freed."""
 
     ended: Counter[Outcome] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     retired: deque[Retired] = field(default_factory=lambda: deque(maxlen=RETIRED_KEPT))
+    freed: Counter[str] = field(default_factory=lambda: Counter(versions=0, weight_bytes=0, pages=0))
 
     def count(self, end: End) -> None:
         self.ended[end.outcome] += 1
@@ -31,9 +34,24 @@ class Totals:
             known = reason in self.reasons or len(self.reasons) < REASONS_KEPT
             self.reasons[reason if known else OTHER] += 1
 
+    def retire(self, event: Retired) -> None:
+        self.retired.append(event)
+        self.freed.update(versions=1, weight_bytes=event.weight_bytes, pages=event.pages)
 
-def describe(protocol: Protocol, addresses: Mapping[str, str], totals: Totals) -> ServiceStatus:
-    """The protocol's state now, without the engines'. Under the service's lock."""
+
+@dataclass(frozen=True)
+class SyncAt:
+    """Where a trainer's weight sync reaches a replica, and by which way its weights come (`sync.choice.Way`)."""
+
+    address: str = ""
+    transport: str = ""
+    folder: str = ""
+
+
+def describe(
+    protocol: Protocol, syncs: Mapping[str, SyncAt], totals: Totals, lost: PolicyVersion | None
+) -> ServiceStatus:
+    """The protocol's state now, without the engines'. lost: as `ServiceStatus.lost`. Under the service's lock."""
     waiting = protocol.waiting
     replicas = tuple(
         ReplicaStatus(
@@ -45,9 +63,12 @@ def describe(protocol: Protocol, addresses: Mapping[str, str], totals: Totals) -
             accepting=r.accepting,
             requests=len(r.running),
             engine=None,
-            sync_address=addresses.get(r.name, ""),
+            sync_address=at.address,
+            sync_transport=at.transport,
+            sync_folder=at.folder,
         )
         for r in protocol.replicas.values()
+        for at in [syncs.get(r.name, SyncAt())]
     )
     serving = [r.active for r in replicas if r.active is not None]
     return ServiceStatus(
@@ -62,6 +83,8 @@ def describe(protocol: Protocol, addresses: Mapping[str, str], totals: Totals) -
         waiting_for=protocol.why_waiting(waiting[0]) if waiting else "",
         replicas=replicas,
         retired=tuple(totals.retired),
+        freed=dict(totals.freed),
+        lost=lost,
     )
 
 

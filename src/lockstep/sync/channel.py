@@ -115,6 +115,12 @@ class Channel:
         except (OSError, ValueError):  # reset, or closed by us
             return False
 
+    @property
+    def local_host(self) -> str:
+        """This side's address of the connection, a numeric one: the other side's machine can reach it."""
+        host = str(self._socket.getsockname()[0])
+        return f"[{host}]" if ":" in host else host
+
     def close(self) -> None:
         """Also wakes a thread that waits in `receive`. Twice is harmless."""
         with contextlib.suppress(OSError):
@@ -187,7 +193,7 @@ class Listener:
         listen there."""
         _check_token(token)
         family, where = _parse(address)
-        if family != socket.AF_UNIX and not allow_remote and not _is_loopback(where[0]):
+        if family != socket.AF_UNIX and not allow_remote and not is_loopback(where[0]):
             raise SyncError(
                 f"sync: {here} was asked to listen at {address}, which other machines may reach; messages are "
                 f"authenticated but not encrypted. Use 127.0.0.1, or say allow_remote=True"
@@ -284,7 +290,8 @@ def _parse(address: str) -> tuple[socket.AddressFamily, Any]:
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address stays on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -8,6 +8,7 @@ Where the recipe has dynamic sampling, groups whose rewards are all equal are re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,12 +19,12 @@ import numpy as np
 
 from lockstep.algorithms.base import Advantages, Samples
 from lockstep.algorithms.losses import kl_estimate
-from lockstep.envs.base import Score
-from lockstep.errors import RewardError, ServiceError
+from lockstep.errors import ServiceError
 from lockstep.progress import Progress
 from lockstep.train.assembly import Cluster
 from lockstep.train.batching import kept_mass
 from lockstep.train.clock import Clock
+from lockstep.train.rewarding import rewarded
 from lockstep.train.rollouts import Batch, Batches, accepted, consumable, dropped_counts
 from lockstep.train.scoring import with_reference
 from lockstep.train.watchdog import Watchdog, dump_stacks
@@ -57,6 +58,7 @@ class _Round:
     kept: list[Trajectory] = field(default_factory=list)
     flat: list[Trajectory] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
+    scored: Counter[str] = field(default_factory=Counter)
 
 
 class Collector:
@@ -79,10 +81,13 @@ class Collector:
             oldest = max(0, version - self.config.rollout.staleness)
             trajectories, dropped = consumable(asked, oldest, self.config.rollout.on_lost)
             for group, why in dropped.items():
-                self.progress.event(f"step {number}: group {group!r} is left out: {why}", warning=True)
+                self._warn(f"step {number}: group {group!r} is left out: {why}")
             found.dropped |= dropped
             clock.enter("score")
-            trajectories = self._score(asked.prompts, trajectories)
+            trajectories, scored = rewarded(
+                self.cluster.reward, self.cluster.tokenizer, asked.prompts, trajectories, self._warn
+            )
+            found.scored.update(scored)
             found.everything += trajectories
             kept = self._accepted([t for t in trajectories if t.failed is None], version)
             if not self.config.algorithm.dynamic_rounds:
@@ -94,6 +99,9 @@ class Collector:
             if len({t.group_id for t in found.kept}) >= wanted:
                 break
         return self._judged(number, found)
+
+    def _warn(self, line: str) -> None:
+        self.progress.event(line, warning=True)
 
     def _judged(self, number: int, found: _Round) -> Experience:
         """With advantages and the reference's log-probabilities, and the choice of what to train on."""
@@ -125,7 +133,7 @@ class Collector:
             batch,
             [groups_found.of(i) for i in picked],
             trunks,
-            counts | dropped_counts(found.dropped),
+            counts | dropped_counts(found.dropped) | dict(found.scored),
             found.asked,
         )
 
@@ -191,21 +199,6 @@ class Collector:
         except ServiceError:
             self.progress.event(f"what every thread did: {dump_stacks(self.run_dir)}")
             raise
-
-    def _score(self, prompts: Sequence[Prompt], trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Text and rewards. Failed samples stay in the record, with their reason, and take no part in training."""
-        by_id = {p.id: p for p in prompts}
-        texts = [self.cluster.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
-        scores: list[Score] = self.cluster.reward.score([by_id[t.group_id] for t in trajectories], texts)
-        failed = [s.failed for s in scores if s.failed is not None]
-        if len(failed) == len(scores):
-            raise RewardError(f"every one of the {len(scores)} samples failed to score; the first: {failed[0]}")
-        if failed:
-            self.progress.event(f"{len(failed)} of {len(scores)} samples dropped: {failed[0]}", warning=True)
-        return [
-            replace(t, text=text, reward=s.value, rewards=s.parts, failed=s.failed)
-            for t, text, s in zip(trajectories, texts, scores, strict=True)
-        ]
 
     def _accepted(self, trajectories: list[Trajectory], version: int) -> list[Trajectory]:
         cut = self.config.rollout.truncation == "correct"

@@ -123,6 +123,7 @@ class Loop:
             self._restore(point)
             rundir.cut_back(self.run_dir, point.step)
         rundir.write_head(self.run_dir, self.config, self.cluster)
+        self.cluster.reward.keep_verdicts(self.run_dir)
         self._metrics = self._logs.enter_context(metrics.StepLog(self.run_dir / "metrics.jsonl"))
         self._receipts = self._logs.enter_context(metrics.StepLog(self.run_dir / "receipts.jsonl", once_per_step=False))
         self._timeline = self._logs.enter_context(metrics.StepLog(self.run_dir / "timeline.jsonl"))

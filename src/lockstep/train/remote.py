@@ -12,13 +12,25 @@ from lockstep.errors import ConfigError, SyncError
 from lockstep.service.client import RemoteRollouts
 from lockstep.service.http import require_serve_extra
 from lockstep.service.http.settings import read_secrets
+from lockstep.service.requests import ReplicaStatus
+from lockstep.sync.choice import TRANSPORTS, Way
 from lockstep.sync.mapping import FormatMap
-from lockstep.sync.remote import RemoteReplica
+from lockstep.sync.remote import RemoteReplica, RemoteTransport
 from lockstep.sync.route import Route
-from lockstep.sync.shared_memory import SharedMemoryTransport
 from lockstep.sync.sync import WeightSync
 
+LOCAL = "127.0.0.1"
 CONNECT_S = 5.0  # that a service may take to answer for the first time
+
+
+def _transport(replica: ReplicaStatus, host: str) -> RemoteTransport:
+    """Our half of the way that the service was started with."""
+    if replica.sync_transport not in TRANSPORTS:
+        raise ConfigError(
+            f"rollout.url: {replica.name} takes weights by {replica.sync_transport!r}; this release knows "
+            f"{', '.join(TRANSPORTS)}"
+        )
+    return Way(replica.sync_transport, replica.sync_folder).make(f"actor_{replica.name}", host)
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class Remote:
             say=say or logging.getLogger(__name__).warning,
         )
         try:
-            found = {r.name: r.sync_address for r in rollouts.status().replicas if r.alive and r.sync_address}
+            found = {r.name: r for r in rollouts.status().replicas if r.alive and r.sync_address}
             if not found:
                 raise ConfigError(f"rollout.url = {rollout.url!r}: no replica of it takes weights now; is it starting?")
         except BaseException:
@@ -61,10 +73,8 @@ class Remote:
             raise
         rollouts.retry_s = rollout.deadline_s  # a service that was there may come back
         replicas = {
-            name: RemoteReplica(
-                name, address, secrets["sync"][0], SharedMemoryTransport(f"actor_{name.replace('-', '_')}")
-            )
-            for name, address in found.items()
+            name: RemoteReplica(name, r.sync_address, secrets["sync"][0], _transport(r, rollout.sync_host or LOCAL))
+            for name, r in found.items()
         }
         return cls(rollouts, replicas, mapping)
 

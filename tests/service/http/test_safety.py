@@ -348,6 +348,26 @@ def test_one_that_leaves_while_its_prompts_are_submitted_leaves_nothing_behind(s
 # -- paths
 
 
+def test_an_offer_needs_its_secret_and_its_digest(start: Start) -> None:
+    offer = {"kind": "transfer", "place": "host.example:5000", "token": "t" * 32, "digest": "0" * 32}
+    with start() as server:
+
+        def stage(**source: Any) -> tuple[int, str]:
+            body = {"source": {k: v for k, v in source.items() if v is not None}, "number": 2}
+            answer = server.http().post("/v1/rl/versions/stage", json=body)
+            return answer.status_code, answer.text
+
+        assert stage(**offer)[0] == stage(**offer | {"place": "[::1]:5000"})[0] == 200
+        for wrong in (
+            {"token": None}, {"digest": None}, {"token": "short"}, {"digest": "0" * 31}, {"digest": "X" * 32},
+            {"place": "nowhere"}, {"place": "http://host:1"}, {"place": "host:1/x"}, {"place": "user@host:1"},
+        ):  # fmt: skip
+            status, said = stage(**offer | wrong)
+            (field,) = wrong
+            assert status == 400 and f"source.{field}" in said and "t" * 32 not in said, wrong
+        assert stage(kind="shared_memory", place="segment_1", token="t" * 32)[0] == 400
+
+
 def test_staged_files_are_inside_the_folder(start: Start, tmp_path: Path) -> None:
     inside, outside = tmp_path / "weights", tmp_path / "weights-other"
     for folder in (inside / "v2", outside / "v2"):
@@ -363,10 +383,25 @@ def test_staged_files_are_inside_the_folder(start: Start, tmp_path: Path) -> Non
 
         assert stage("v2") == stage(str(inside / "v2")) == stage("x/../v2" if (inside / "x").exists() else "v2") == 200
         assert [s.place for s in server.service.sources] == [str(inside / "v2")] * 3
-        for place in ("../weights-other/v2", str(outside / "v2"), "link/v2", "/", "..", "loop", "file", "none", "a\0b"):
+        out = ["../weights-other/v2", str(outside / "v2"), "link/v2", "link/none", "../none"]
+        out += ["/", "..", ".", "loop", "a\0b"]
+        for place in out:
             assert stage(place) == 403, place
-        assert stage("segment_1", "shared_memory") == stage("host.example:5000", "transfer") == 200
-        for place, kind in (("../x", "shared_memory"), ("/x", "shared_memory"), ("nowhere", "transfer")):
+        for place, status, said in (
+            (
+                "v22",
+                404,
+                "no folder 'v22' in the server's --weights-dir; write the version there first; did you mean 'v2'?",
+            ),
+            ("v2/none", 404, "no folder 'v2/none'"),
+            ("file", 400, "'file' of the server's --weights-dir is a file"),
+        ):
+            request = {"source": {"kind": "files", "place": place}, "number": 2}
+            answer = server.http().post("/v1/rl/versions/stage", json=request)
+            assert answer.status_code == status and said in answer.json()["error"]["message"]
+            assert str(tmp_path) not in answer.text, "nothing is said of where the folder lies"
+        assert stage("segment_1", "shared_memory") == 200
+        for place, kind in (("../x", "shared_memory"), ("/x", "shared_memory")):
             assert stage(place, kind) == 400
     with start() as server:
         answer = server.http().post(

@@ -32,6 +32,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(kit, tokens: Path) -> Iterator[tuple[str, int]]:
     """Its address and the id of its process."""
     words = ["serve", "--recipe", str(kit.folder / "recipe.toml"), "--port", "0", "--replicas", "2"]
+    words += ["--transport", "transfer"]  # as over a network
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", *words, "--token-file", str(tokens)], stdout=subprocess.PIPE, text=True
     )
