@@ -17,33 +17,32 @@ from typing import Any
 import tomli_w
 from pydantic import model_validator
 
+from lockstep.cluster_section import ROLES, ClusterConfig, MeshConfig, Role
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
 from lockstep.rollout_section import RolloutConfig
 from lockstep.schema import REQUIRED, Problems, Section, key, literal, plain, validate
 from lockstep.sections import (
-    ROLES,
     AlgorithmConfig,
-    ClusterConfig,
     LoraConfig,
-    MeshConfig,
     ModelConfig,
     NumericsConfig,
     OptimConfig,
     RewardConfig,
     RewardFunction,
-    Role,
     RunConfig,
     SyncConfig,
     TaskConfig,
     TrainConfig,
 )
+from lockstep.value_sections import CriticConfig
 
 __all__ = [
     "ROLES",
     "AlgorithmConfig",
     "ClusterConfig",
     "Config",
+    "CriticConfig",
     "LoraConfig",
     "MeshConfig",
     "ModelConfig",
@@ -73,10 +72,22 @@ class Config(Section):
     reward: RewardConfig = key(REQUIRED, "What makes a completion good.")
     rollout: RolloutConfig = key(RolloutConfig(), "How completions are generated.")
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), "How rewards become a loss.")
+    critic: CriticConfig | None = key(None, "The value baseline of PPO. Without the table there is none.")
     optim: OptimConfig = key(OptimConfig(), "How gradients become weights.")
     train: TrainConfig = key(TrainConfig(), "What a training step trains on, and in what pieces.")
     numerics: NumericsConfig = key(NumericsConfig(), "How exactly trainer and sampler agree.")
     sync: SyncConfig = key(SyncConfig(), "How the trained weights get to the sampler.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _critic_has_a_place(cls, data: Any) -> Any:
+        """A critic is on the actor's mesh unless `cluster.critic` says otherwise."""
+        if not (isinstance(data, dict) and data.get("critic") is not None):
+            return data
+        cluster = data.get("cluster", {})
+        if isinstance(cluster, dict) and cluster.get("critic") is None:
+            return {**data, "cluster": {**cluster, "critic": "actor"}}
+        return data
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
@@ -109,7 +120,12 @@ def _misfits(config: Config) -> Iterator[str]:
             f"`rollout.slots` = {rollout.slots} is not a multiple of `numerics.tile_rows` = {tile}: exact mode decodes "
             f"whole tiles, the rest of the last one would be computed for nothing; use {' or '.join(map(str, near))}"
         )
-    for role in ROLES:
+    if config.cluster.critic is not None and config.critic is None:
+        yield (
+            f"`cluster.critic` = {literal(config.cluster.shapes['critic'])} without `[critic]`: the run has no critic; "
+            "add the table, or leave the mesh out"
+        )
+    for role in config.cluster.roles:
         tensor = config.cluster.mesh(role).tensor
         if config.cluster.owner(role) == role and numerics.parts_on(config.cluster) % tensor:
             least = config.cluster.fewest_parts
@@ -176,7 +192,7 @@ def _overlap_misfits(config: Config) -> Iterator[str]:
         )
     if rollout.url is not None or not rollout.staleness:
         return
-    shares = [role for role in ROLES if role != "rollout" and cluster.owner(role) == cluster.owner("rollout")]
+    shares = [role for role in cluster.roles if role != "rollout" and cluster.owner(role) == cluster.owner("rollout")]
     if shares and cluster.mesh("rollout").size > 1:
         yield (
             f"`rollout.staleness` = {rollout.staleness} with the rollout on the {cluster.mesh('rollout').size} devices "

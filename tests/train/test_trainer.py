@@ -13,7 +13,7 @@ import pytest
 from lockstep.algorithms.grpo import GRPO
 from lockstep.config import AlgorithmConfig, OptimConfig
 from lockstep.errors import MismatchError, NumericsError
-from lockstep.train.assembly import make_optimizer, make_schedule
+from lockstep.train.optimizer import make_optimizer, make_schedule
 from lockstep.train.trainer import Trainer, first_trained_layer, mismatch
 
 

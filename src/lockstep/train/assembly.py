@@ -9,14 +9,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
-from lockstep.config import Config, OptimConfig
+from lockstep.config import Config
 from lockstep.envs.base import Task
 from lockstep.envs.rewards import Reward, make_reward
 from lockstep.envs.tasks import make_task
@@ -40,6 +39,8 @@ from lockstep.sync.select import listed
 from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
+from lockstep.train.critic import Critic, make_critic
+from lockstep.train.optimizer import make_optimizer, make_schedule
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
 from lockstep.train.remote import Remote
 from lockstep.train.serving import Local, queue_bound
@@ -79,6 +80,7 @@ class Cluster:
     sampling: SamplingParams
     fingerprint: Fingerprint
     reference: Reference | None
+    critic: Critic | None
     sync: WeightSync
     own_replica: LocalReplica | None
     rollout_frozen: Mapping[str, jax.Array]
@@ -116,29 +118,6 @@ def make_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
-    )
-
-
-def make_schedule(optim: OptimConfig, steps: int) -> optax.Schedule:
-    """Learning rate by update number: linear warm-up to `lr`, then constant, or down to 0 at the last step."""
-    rest = max(1, steps - optim.warmup_steps)
-    after = {
-        "constant": optax.constant_schedule(optim.lr),
-        "linear": optax.linear_schedule(optim.lr, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(optim.lr, rest),
-    }[optim.schedule]
-    if not optim.warmup_steps:
-        return after
-    # Starts one notch up: update 0 at rate 0 would be a wasted step.
-    warm = optax.linear_schedule(optim.lr / optim.warmup_steps, optim.lr, max(1, optim.warmup_steps - 1))
-    return optax.join_schedules([warm, after], [optim.warmup_steps])
-
-
-def make_optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-    return optax.chain(
-        optax.clip_by_global_norm(optim.max_grad_norm),
-        optax.adamw(schedule, b1=optim.betas[0], b2=optim.betas[1], eps=optim.eps, weight_decay=optim.weight_decay),
     )
 
 
@@ -199,6 +178,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
         sampling=sampling,
         fingerprint=role.fingerprint,
         reference=_reference(config, dial, model, (trainer.programs, reference_weights), (role.programs, role.frozen)),
+        critic=make_critic(config, dial, model, (trainer.programs, trainer.frozen), _geometry, say),
         sync=role.sync,
         own_replica=role.replica,
         rollout_frozen=role.frozen,

@@ -144,11 +144,10 @@ class Loop:
 
     def _restore(self, point: ResumePoint) -> None:
         """Weights, optimizer and counters of a checkpoint, and its policy put back into the sampler."""
-        trainer, meta = self.cluster.trainer, point.meta
+        meta = point.meta
         warning = rundir.require_same_world(self.run_dir, point, self.cluster, self._data)
-        like = {"trainable": trainer.trainable, "optimizer": trainer.optimizer_state}
-        arrays, _ = checkpoint.restore(self.run_dir, point.step, like)
-        trainer.trainable, trainer.optimizer_state = arrays["trainable"], arrays["optimizer"]
+        arrays, _ = checkpoint.restore(self.run_dir, point.step, rundir.state_of(self.cluster))
+        rundir.put_state(self.cluster, arrays)
         policy = self._publish(meta["version"]).policy
         # Every array is what was saved and the model is the run's, so the number in the checkpoint was changed.
         if policy.digest != meta["digest"]:

@@ -125,8 +125,20 @@ def save_checkpoint(
         "fingerprint": vars(cluster.fingerprint),
         "jax": jax.__version__,
     }
+    checkpoint.save(run_dir, counters.step, state_of(cluster), meta)
+
+
+def state_of(cluster: Cluster) -> dict[str, Any]:
+    """The arrays of a checkpoint: what trains, and the optimizers' states."""
     arrays = {"trainable": cluster.trainer.trainable, "optimizer": cluster.trainer.optimizer_state}
-    checkpoint.save(run_dir, counters.step, arrays, meta)
+    return arrays if cluster.critic is None else arrays | {"critic": cluster.critic.model.state}
+
+
+def put_state(cluster: Cluster, arrays: Mapping[str, Any]) -> None:
+    """Give the trainers what `state_of` named."""
+    cluster.trainer.trainable, cluster.trainer.optimizer_state = arrays["trainable"], arrays["optimizer"]
+    if cluster.critic is not None:
+        cluster.critic.model.state = arrays["critic"]
 
 
 def resume_point(run_dir: Path, config: Config) -> ResumePoint:
