@@ -108,6 +108,15 @@ def test_cluster_roles_resolve_to_meshes() -> None:
     assert read("--cluster.reference {} --cluster.rollout reference").cluster.owner("rollout") == "reference"
 
 
+def test_a_critic_is_on_the_actors_mesh_unless_told_otherwise() -> None:
+    assert read().critic is None and read().cluster.roles == ("actor", "rollout", "reference")
+    with_critic = read("--critic.optim.lr 1e-5")
+    assert with_critic.cluster.owner("critic") == "actor" and "critic" in with_critic.cluster.roles
+    assert read(text=with_critic.to_toml()) == with_critic
+    apart = read("--critic.optim.lr 1e-5 --cluster.critic {tensor=2}").cluster
+    assert apart.mesh("critic") == MeshConfig(tensor=2) and apart.num_devices == 3 and apart.fewest_parts == 2
+
+
 # ---------------------------------------------------------------- paths
 
 
@@ -205,7 +214,10 @@ BAD_VALUES = [
     ("--rollout.stop.0 x", "items of a list cannot be set one by one; give the whole list, --rollout.stop"),
     ("--cluster.actor rollout", "`cluster.actor`: expected a mesh such as {fsdp = 4, tensor = 2}"),
     ("--cluster.rollout [1]", "`cluster.rollout`"),
-    ("--cluster.rollout critic", '`cluster.rollout` = "critic" is not a role; use "actor", or a mesh'),
+    ("--cluster.rollout critics", '`cluster.rollout` = "critics" is not a role; use "actor", or a mesh'),
+    ("--cluster.rollout critic", '`cluster.rollout` = "critic", but the run has no critic; use "actor"'),
+    ("--cluster.critic {data=2}", "without `[critic]`: the run has no critic; add the table, or leave the mesh out"),
+    ("--critic.clip 0", "`critic.clip`: expected a number > 0, or inf; got 0"),
     ("--cluster.rollout reference", "but reference has no mesh of its own (it is \"actor\")"),
     ("--cluster.rollout rollout", "but rollout has no mesh of its own"),
     ("--cluster.rollout {data=0}", "`cluster.rollout.data`: expected a whole number >= 1; got 0"),

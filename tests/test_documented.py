@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import lockstep.cluster_section
 import lockstep.sections
+import lockstep.value_sections
 from lockstep.cli import make_parser
 from lockstep.cli.run import split_run_words
 from lockstep.config import ROLES, Config, RewardFunction, load_config
@@ -96,9 +98,18 @@ def test_what_the_protocol_page_names_is_there() -> None:
 
 # ---------------------------------------------------------------- every key is read
 
-DESCRIBING = {"sections.py", "schema.py", "keydocs.py", "overrides.py", "config.py"}  # a check of a key is no use of it
+DESCRIBING = {
+    "sections.py",
+    "cluster_section.py",
+    "value_sections.py",
+    "schema.py",
+    "keydocs.py",
+    "overrides.py",
+    "config.py",
+}  # a check of a key is no use of it
 BY_NAME = {f"cluster.{role}" for role in ROLES}  # `getattr(config.cluster, role)`
-CLASSES = {cls.__name__: cls for cls in vars(lockstep.sections).values() if isinstance(cls, type)}
+TABLES = [lockstep.sections, lockstep.cluster_section, lockstep.value_sections]
+CLASSES = {cls.__name__: cls for tables in TABLES for cls in vars(tables).values() if isinstance(cls, type)}
 SECTIONS = {name: kind for name, f in Config.model_fields.items() for kind in sections_in(f.annotation)}
 
 
@@ -148,11 +159,12 @@ def sections_of(value: ast.AST) -> list[type]:
 
 def reads_of_properties() -> dict[tuple[type, str], set[str]]:
     """(section class, property or method) -> the keys that it reads of itself."""
-    tree = ast.parse(Path(str(lockstep.sections.__file__)).read_text())
+    trees = [ast.parse(Path(str(tables.__file__)).read_text()) for tables in TABLES]
     return {
         (CLASSES[cls.name], f.name): {
             n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute) and last_name(n.value) == "self"
         }
+        for tree in trees
         for cls in ast.walk(tree)
         if isinstance(cls, ast.ClassDef)
         for f in cls.body

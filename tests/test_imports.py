@@ -1,6 +1,6 @@
 """Imports go one way, and what answers fast imports nothing heavy.
 
-    types, errors, files, text, ops; schema, sections, rollout_section, overrides, config, keydocs
+    types, errors, files, text, ops; schema, sections, *_section(s), overrides, config, keydocs
       <- models <- cluster <- sync, rollout, algorithms, envs <- service
       <- audit, train, checkpoint, store, metrics, report, plan, progress, environment <- serve <- cli
 
@@ -25,7 +25,9 @@ LAYERS = [
         "types",
         "schema",
         "sections",
+        "cluster_section",
         "rollout_section",
+        "value_sections",
         "overrides",
         "config",
         "keydocs",

@@ -68,6 +68,8 @@ class ClusterConfig(Section):
             choices = " or ".join(literal(r) for r in owners)
             if alias not in ROLES:
                 raise ValueError(f"`cluster.{role}` = {literal(alias)} is not a role; use {choices}, or a mesh")
+            if alias not in self.roles:
+                raise ValueError(f"`cluster.{role}` = {literal(alias)}, but the run has no {alias}; use {choices}")
             if alias not in owners:
                 raise ValueError(
                     f"`cluster.{role}` = {literal(alias)}, but {alias} has no mesh of its own "

@@ -72,9 +72,9 @@ class Config(Section):
     reward: RewardConfig = key(REQUIRED, "What makes a completion good.")
     rollout: RolloutConfig = key(RolloutConfig(), "How completions are generated.")
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), "How rewards become a loss.")
-    critic: CriticConfig | None = key(None, "The value baseline of PPO. Without the table there is none.")
     optim: OptimConfig = key(OptimConfig(), "How gradients become weights.")
     train: TrainConfig = key(TrainConfig(), "What a training step trains on, and in what pieces.")
+    critic: CriticConfig | None = key(None, "The value baseline of PPO. Without the table there is none.")
     numerics: NumericsConfig = key(NumericsConfig(), "How exactly trainer and sampler agree.")
     sync: SyncConfig = key(SyncConfig(), "How the trained weights get to the sampler.")
 

@@ -28,7 +28,7 @@ class CriticConfig(Section):
     )
     clip: PositiveOrInf = key(
         0.2,
-        "A value that moves further than this from the recorded one gains nothing in the loss; `inf`: no clip.",
+        "How far a value may move from the recorded one before the loss stops pulling; `inf`: as far as it likes.",
         gt=0,
         also=("cliprange_value", "value_clip", "clip_range_vf"),
     )

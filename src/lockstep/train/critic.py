@@ -34,12 +34,17 @@ from lockstep.types import Trajectory
 class Critic:
     """The value model of a run, trained by the clipped value loss.
 
-    clip: how far a value may move from the recorded one before the loss stops pulling (`value_loss`).
+    clip: how far a value may move from the recorded one before the loss stops pulling (`value_loss`). warmup_steps: so
+    many first steps of the run train it alone.
     """
 
-    def __init__(self, model: ValueModel, geometry: Geometry, *, clip: float) -> None:
-        self.model, self.geometry = model, geometry
+    def __init__(self, model: ValueModel, geometry: Geometry, *, clip: float, warmup_steps: int = 0) -> None:
+        self.model, self.geometry, self._warmup_steps = model, geometry, warmup_steps
         self._loss = jax.jit(jax.value_and_grad(partial(value_loss, clip=clip), has_aux=True))
+
+    def trains_alone(self, step: int) -> bool:
+        """Whether the policy is left as it is in this step. step: how many came before it."""
+        return step < self._warmup_steps
 
     def values(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         """Per trajectory [T] float32: the value of the state before each of its tokens; none where it has no tokens.
@@ -182,4 +187,4 @@ def make_critic(
     programs = Programs(model.spec, num, dial.mesh("critic"), leaves.all)
     shared = actor[1] if wanted.model is None and dial.colocated("actor", "critic") else {}
     made = make_value_model(model, programs, leaves, wanted.optim, config.run.steps, seed, shared)
-    return Critic(made, geometry(config, programs), clip=wanted.clip)
+    return Critic(made, geometry(config, programs), clip=wanted.clip, warmup_steps=wanted.warmup_steps)
