@@ -28,6 +28,7 @@ LAYERS = [
         "cluster_section",
         "rollout_section",
         "value_sections",
+        "reward_recipe",
         "overrides",
         "config",
         "keydocs",
@@ -48,6 +49,7 @@ PACKAGES_OF_ONE_LEVEL = {"sync", "rollout", "algorithms", "envs"}  # no arrows b
 SIDEWAYS = {("rollout", "sync")}
 NO_JAX = (
     "config",
+    "reward_recipe",
     "types",
     "errors",
     "schema",

@@ -247,10 +247,12 @@ def parse_config(text: str, *, overrides: list[str], folder: Path, where: str) -
     folder: what relative paths in the text, and `module:function` everywhere, start from; paths in overrides start from
     the working directory. where: names the recipe in errors. Raises: ConfigError that lists every problem.
     """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{where}: not valid TOML: {e}") from None
+    data = _toml(text, where)
+    if "reward_model" in data:
+        raise ConfigError(
+            f"{where}: a recipe with [reward_model] trains a reward model on preference pairs and has no policy; the "
+            "command that takes it is `lockstep run`"
+        )
     make_paths_absolute(Config, data, folder.resolve())
     overridden = apply_overrides(Config, data, overrides, Path.cwd())
     _set_folders(data, folder.resolve())
@@ -264,13 +266,28 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Raises: ConfigError (no such file, not TOML, unknown key, wrong value, keys that do not go together).
     """
     path = Path(path)
+    return parse_config(_text(path), overrides=overrides or [], folder=path.parent, where=str(path))
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The tables of a recipe, unchecked. Raises: ConfigError (no such file, not TOML)."""
+    return _toml(_text(path), str(path))
+
+
+def _toml(text: str, where: str) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{where}: not valid TOML: {e}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe {path}{_recipes_near(path)}") from None
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"the recipe {path} cannot be read: {e}") from None
-    return parse_config(text, overrides=overrides or [], folder=path.parent, where=str(path))
 
 
 def _recipes_near(path: Path) -> str:

@@ -21,13 +21,12 @@ PositiveOrInf = Annotated[float, Strict(), Expects("a number > 0, or inf")]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
-class RunConfig(Section):
+class NamedRun(Section):
     name: Annotated[str, Expects("a folder name (letters, digits, `_`, `.` and `-`)")] = key(
         REQUIRED, "Name of the run: its folder below `dir`.", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
     )
     dir: str = key("runs", "Folder that holds the runs; relative to where the command is run.", also=("output_dir",))
     seed: Int = key(0, "Every random draw of the run is derived from it.", ge=0, lt=2**31)
-    steps: Int = key(REQUIRED, "Training steps.", ge=1, also=("max_steps", "num_steps", "total_steps"))
     checkpoint_every: Int = key(
         10,
         "Steps between checkpoints: a run that is killed loses at most so many. 0: only at the end.",
@@ -39,6 +38,10 @@ class RunConfig(Section):
     def path(self) -> Path:
         """The run directory."""
         return Path(self.dir) / self.name
+
+
+class RunConfig(NamedRun):
+    steps: Int = key(REQUIRED, "Training steps.", ge=1, also=("max_steps", "num_steps", "total_steps"))
 
 
 class ModelConfig(Section):

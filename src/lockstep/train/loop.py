@@ -77,8 +77,8 @@ def run(config: Config, *, resume: Path | None = None, console: Console | None =
         stack.callback(cluster.close)
         run_dir = resume
         if run_dir is None:
-            run_dir = rundir.claim_run_dir(config)
-            config = cluster.config = rundir.named(config, run_dir)
+            run_dir = rundir.claim_run_dir(config.run)
+            config = cluster.config = config.model_copy(update={"run": rundir.named(config.run, run_dir)})
             stack.enter_context(rundir.held(run_dir))
         progress = stack.enter_context(Progress(config, run_dir, console, history=point.history if point else ()))
         loop = stack.enter_context(Loop(cluster, run_dir, progress))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -20,10 +20,13 @@ from lockstep.environment import write_environment
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
 from lockstep.models.fetch import cache_dir
+from lockstep.sections import NamedRun
 from lockstep.sync.receipt import Counters
 from lockstep.train.assembly import Cluster, make_storage
 from lockstep.train.footprint import bytes_per_role
 from lockstep.types import Fingerprint
+
+RunT = TypeVar("RunT", bound=NamedRun)
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,14 @@ class ResumePoint:
     history: tuple[Mapping[str, Any], ...]
 
 
-def claim_run_dir(config: Config) -> Path:
+def claim_run_dir(run: NamedRun) -> Path:
     """A fresh directory `dir/name`, or `dir/name-2`, `-3`, ... where runs of that name exist: nothing is overwritten.
 
     Raises ConfigError when it cannot be made.
     """
     number = 1
     while True:
-        path = config.run.path if number == 1 else config.run.path.with_name(f"{config.run.name}-{number}")
+        path = run.path if number == 1 else run.path.with_name(f"{run.name}-{number}")
         try:
             path.mkdir(parents=True)
             return path
@@ -55,9 +58,9 @@ def claim_run_dir(config: Config) -> Path:
             ) from error
 
 
-def named(config: Config, run_dir: Path) -> Config:
-    """The recipe under the name that its run directory got, so that folder, panel and report agree."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
+def named(run: RunT, run_dir: Path) -> RunT:
+    """The `[run]` table under the name that its run directory got, so that folder, panel and report agree."""
+    return run.model_copy(update={"name": run_dir.name})
 
 
 @contextmanager
