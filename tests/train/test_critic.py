@@ -214,11 +214,14 @@ def test_equal_returns_explain_nothing(trajectories) -> None:
 
 # -- the loss alone --------------------------------------------------------------------------------------------------
 
-NUMBERS = st.floats(-3, 3, width=32)
+NUMBERS = st.integers(-48, 48).map(lambda n: n / 16)  # exact in float32, and so are their differences
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, st.booleans()), min_size=6, max_size=6), st.floats(0.1, 2))
+@given(
+    st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, st.booleans()), min_size=6, max_size=6),
+    st.sampled_from([0.125, 0.5, 2.0]),
+)
 def test_the_loss_is_its_definition(tokens: list[tuple[float, float, float, bool]], clip: float) -> None:
     v, old, ret, mask = (np.array(x) for x in zip(*tokens, strict=True))
     held = np.clip(v, old - clip, old + clip)

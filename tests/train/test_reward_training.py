@@ -100,11 +100,13 @@ def plain_values(spec: ModelSpec, params: Any, tokens: np.ndarray) -> jax.Array:
 
 # -- the loss --------------------------------------------------------------------------------------------------------
 
-SCORES = st.floats(-4, 4, width=32)
+SCORES = st.integers(-64, 64).map(lambda n: n / 16)  # exact in float32, and so are their differences
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(SCORES, SCORES, st.floats(0, 2, width=32), st.booleans()), min_size=5, max_size=5))
+@given(
+    st.lists(st.tuples(SCORES, SCORES, st.integers(0, 32).map(lambda n: n / 16), st.booleans()), min_size=5, max_size=5)
+)
 def test_loss_and_gradient_are_their_closed_form(pairs: list[tuple[float, float, float, bool]]) -> None:
     chosen, rejected, margin, mask = (np.array(x) for x in zip(*pairs, strict=True))
     mask[0] = True
