@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import load_config
-from lockstep.envs.rewards import first_line_exact
+from lockstep.envs.scorers import first_line_exact
 
 ROOT = Path(__file__).parents[1]
 

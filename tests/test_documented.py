@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lockstep.cluster_section
+import lockstep.reward_section
 import lockstep.sections
 import lockstep.value_sections
 from lockstep.cli import make_parser
@@ -102,13 +103,14 @@ DESCRIBING = {
     "sections.py",
     "cluster_section.py",
     "value_sections.py",
+    "reward_section.py",
     "schema.py",
     "keydocs.py",
     "overrides.py",
     "config.py",
 }  # a check of a key is no use of it
 BY_NAME = {f"cluster.{role}" for role in ROLES}  # `getattr(config.cluster, role)`
-TABLES = [lockstep.sections, lockstep.cluster_section, lockstep.value_sections]
+TABLES = [lockstep.sections, lockstep.cluster_section, lockstep.reward_section, lockstep.value_sections]
 CLASSES = {cls.__name__: cls for tables in TABLES for cls in vars(tables).values() if isinstance(cls, type)}
 SECTIONS = {name: kind for name, f in Config.model_fields.items() for kind in sections_in(f.annotation)}
 

@@ -29,6 +29,7 @@ LAYERS = [
         "rollout_section",
         "value_sections",
         "reward_recipe",
+        "reward_section",
         "overrides",
         "config",
         "keydocs",

@@ -20,6 +20,7 @@ from pydantic import model_validator
 from lockstep.cluster_section import ROLES, ClusterConfig, MeshConfig, Role
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
+from lockstep.reward_section import RewardConfig, RewardFunction, RewardJudge
 from lockstep.rollout_section import RolloutConfig
 from lockstep.schema import REQUIRED, Problems, Section, key, literal, plain, validate
 from lockstep.sections import (
@@ -28,8 +29,6 @@ from lockstep.sections import (
     ModelConfig,
     NumericsConfig,
     OptimConfig,
-    RewardConfig,
-    RewardFunction,
     RunConfig,
     SyncConfig,
     TaskConfig,
@@ -50,6 +49,7 @@ __all__ = [
     "OptimConfig",
     "RewardConfig",
     "RewardFunction",
+    "RewardJudge",
     "Role",
     "RolloutConfig",
     "RunConfig",

@@ -5,7 +5,7 @@
       ModelError          a model folder, a weight file or a configuration cannot be used (also a ValueError)
       TokenizerError      a tokenizer or a chat template is missing, unsupported or inconsistent (also a ValueError)
       DataError           a data set, a prompt or a task cannot be used (also a ValueError)
-      RewardError         a reward function raised, returned NaN or the wrong number of values
+      RewardError         a reward function or judge failed (raised, hung, gave no number), or broke its contract
       CapacityError       a request cannot ever fit: prompt over the limit, too few pages, too little memory
       QueueFullError      a request could run, but too many wait already; it can be submitted again later
       ServiceError        the rollout service cannot take or finish a request: closing, no replica, its version is gone
@@ -41,7 +41,7 @@ class DataError(LockstepError, ValueError):
 
 
 class RewardError(LockstepError):
-    """A reward function raised, returned a value that is not finite, or the wrong number of values."""
+    """A reward function or a judge failed and the recipe says that this stops the run, or it broke its contract."""
 
 
 class CapacityError(LockstepError):

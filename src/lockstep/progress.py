@@ -230,13 +230,15 @@ def mismatch_text(record: Mapping[str, Any]) -> str:
 
 def groups_text(record: Mapping[str, Any]) -> str:
     """`flat groups 9/16` (of equal rewards, which teach nothing) and, when there are any, `failed 2` (completions
-    without a reward); empty when neither was counted."""
+    without a reward) and `error scored 2` (those with `reward.error_score`); empty when none was counted."""
     flat, total, failed = (record.get(k) for k in ("groups/zero_variance", "groups/total", "rewards/failed"))
     parts = []
     if flat is not None:
         parts.append(f"flat groups {flat}" if total is None else f"flat groups {flat}/{total}")
     if failed:
         parts.append(f"failed {failed}")
+    if record.get("rewards/error_scored"):
+        parts.append(f"error scored {record['rewards/error_scored']}")
     return "  ".join(parts)
 
 

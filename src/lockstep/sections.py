@@ -183,37 +183,6 @@ class TaskConfig(Section):
         return self
 
 
-class RewardFunction(Section):
-    """One reward of the sum."""
-
-    name: str = key(REQUIRED, "A built-in, or `module:function` of your own.", min_length=1, also=("function",))
-    weight: Float = key(1.0, "Factor of this reward in the sum; negative for a penalty.")
-
-
-class RewardConfig(Section):
-    functions: tuple[RewardFunction, ...] = key(
-        REQUIRED, "The rewards of a completion; the policy is trained on their weighted sum.", min_length=1
-    )
-    on_error: Literal["fail", "drop"] = key(
-        "fail", "When a reward raises or is not finite. fail: stop the run. drop: leave that completion out, counted."
-    )
-    folder: str | None = key(
-        None, "Where `module:function` is looked for before Python's own path. Default: the recipe's.", path="always"
-    )
-
-    @model_validator(mode="after")
-    def _names_and_weights(self) -> RewardConfig:
-        names = [f.name for f in self.functions]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(
-                    f"`reward.functions` lists {literal(name)} twice; give it once, with the summed weight"
-                )
-        if all(f.weight == 0 for f in self.functions):
-            raise ValueError("`reward.functions` have only zero weights: every reward is 0, nothing can be learnt")
-        return self
-
-
 class AlgorithmConfig(Section):
     name: Literal["grpo"] = key("grpo", "Group z-score advantages, clipped ratio (Shao et al. 2024).")
     clip_low: Float = key(0.2, "The ratio is clipped below at 1 - clip_low.", gt=0, le=1, also=("epsilon", "clip"))

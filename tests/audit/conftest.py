@@ -23,9 +23,10 @@ from lockstep.audit.examine import examine
 from lockstep.audit.subject import Subject, in_small, remade
 from lockstep.config import Config, parse_config
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.pool_size import longest_sequence
 from lockstep.rollout.trajectories import decoding_digest
 from lockstep.sync.verify import leaf_digests
-from lockstep.train.assembly import Cluster, build, longest_sequence
+from lockstep.train.assembly import Cluster, build
 from lockstep.train.loop import Loop
 from lockstep.train.policy import split_leaves
 from lockstep.train.serving import Local

@@ -60,10 +60,10 @@ def test_the_example_on_the_page_works(sorting):
     assert any(p.text.endswith("and nothing else: red, {blue}, amber") for p in prompts)
     assert all(p.text.startswith("<system> You sort words. <user> Write these words") for p in prompts)
 
-    reward = make_reward(config.reward)
-    right = reward.score(prompts, [p.row["answer"] for p in prompts])
+    with make_reward(config.reward) as reward:
+        right = reward.score(prompts, [p.row["answer"] for p in prompts])
+        chatty = reward.score(prompts, ["Sure! " * 20] * 3)
     assert [score.value for score in right] == [1.0] * 3
-    chatty = reward.score(prompts, ["Sure! " * 20] * 3)
     assert [score.value for score in chatty] == [-0.2] * 3
     assert chatty[0].parts == {"scoring:in_place": 0.0, "scoring:too_long": 1.0}
 
@@ -75,7 +75,8 @@ def test_the_function_on_the_page_works(sorting):
     assert [p.row["index"] for p in prompts] == list(range(200))
     assert len({p.text for p in prompts}) > 100
     answers = [p.row["answer"] for p in prompts]
-    assert {s.value for s in make_reward(config.reward).score(prompts, answers)} == {1.0}
+    with make_reward(config.reward) as reward:
+        assert {s.value for s in reward.score(prompts, answers)} == {1.0}
 
 
 def test_every_key_and_message_on_the_page_exists():
@@ -97,5 +98,6 @@ def test_every_key_and_message_on_the_page_exists():
 def test_the_shipped_recipe_of_this_kind_gives_prompts_and_rewards():
     config = load_config(ROOT / "recipes" / "own-data.toml")
     prompts = make_task(config.task, Words(), config.run.seed).prompts(0, 8)
-    scores = make_reward(config.reward).score(prompts, [str(p.row["answer"]) for p in prompts])
+    with make_reward(config.reward) as reward:
+        scores = reward.score(prompts, [str(p.row["answer"]) for p in prompts])
     assert [score.value for score in scores] == [1.0] * 8

@@ -1,6 +1,8 @@
 """Rewards: exact comparisons, users' functions, and no failure that turns into a number."""
 
+import asyncio
 import math
+import threading
 from decimal import Decimal
 from fractions import Fraction
 
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import RewardConfig
-from lockstep.envs.rewards import Reward, exact, first_line_exact, make_reward
+from lockstep.envs.rewards import Function, Reward, make_reward
+from lockstep.envs.scorers import exact, first_line_exact
 from lockstep.errors import ConfigError, RewardError
 from lockstep.types import Prompt
 
@@ -19,9 +22,10 @@ def prompts(*answers, **more) -> list[Prompt]:
     return [Prompt(f"t/0/{i}", f"question {i}", (1,), {"answer": a, **more}) for i, a in enumerate(answers)]
 
 
-def reward(function, on_error="fail", **others) -> Reward:
+def reward(function, on_error="fail", error_score=None, whole_batch=False, **others) -> Reward:
     functions = {"own": function, **others}
-    return Reward(functions, dict.fromkeys(functions, 1.0), on_error)
+    scorers = {name: Function(name, function, whole_batch=whole_batch) for name, function in functions.items()}
+    return Reward(scorers, dict.fromkeys(functions, 1.0), on_error, error_score)
 
 
 # ---------------------------------------------------------------- built in
@@ -84,11 +88,11 @@ def test_a_row_without_a_usable_answer_is_not_a_zero(row, message):
 def test_a_recipe_with_several_rewards(tmp_path):
     (tmp_path / "own_lengths.py").write_text(
         "def length(prompts, completions, rows):\n"
-        "    assert prompts == ['question 0', 'question 1'] and [r['answer'] for r in rows] == ['53', '7']\n"
+        "    assert (prompts, rows[0]['answer']) in [(['question 0'], '53'), (['question 1'], '7')]\n"
         "    return [len(c) / 8 for c in completions]\n"
     )
     functions = [{"name": "first_line_exact", "weight": 2.0}, {"name": "own_lengths:length", "weight": -1.0}]
-    made = make_reward(RewardConfig(functions=functions, folder=str(tmp_path)))
+    made = make_reward(RewardConfig(functions=functions, folder=str(tmp_path), workers=0))
     right, wrong = made.score(prompts("53", "7"), ["53", "8"])
     assert right.parts == {"first_line_exact": 1.0, "own_lengths:length": 0.25} and right.value == 1.75
     assert wrong.parts == {"first_line_exact": 0.0, "own_lengths:length": 0.125} and wrong.value == -0.125
@@ -107,7 +111,7 @@ def test_a_recipe_with_several_rewards(tmp_path):
 def test_functions_that_cannot_be_used(tmp_path, name, message):
     (tmp_path / "own_takes.py").write_text("def f(completions): return [0.0 for _ in completions]\n")
     with pytest.raises(ConfigError, match=message):
-        make_reward(RewardConfig(functions=[{"name": name}], folder=str(tmp_path)))
+        make_reward(RewardConfig(functions=[{"name": name}], folder=str(tmp_path), workers=0))
 
 
 # ---------------------------------------------------------------- values
@@ -147,11 +151,11 @@ def test_what_is_not_a_finite_number_is_a_failure(value):
 
 
 def test_arrays_and_generators_are_lists_of_numbers():
-    assert [s.value for s in reward(lambda p, c, r: np.array([0.5, 1.0])).score(prompts("1", "2"), ["", ""])] == [
-        0.5,
-        1,
-    ]
-    assert [s.value for s in reward(lambda p, c, r: (len(t) for t in c)).score(prompts("1", "2"), ["", "ab"])] == [0, 2]
+    def values(function):
+        return [s.value for s in reward(function, whole_batch=True).score(prompts("1", "2"), ["", "ab"])]
+
+    assert values(lambda p, c, r: np.array([0.5, 1.0])) == [0.5, 1]
+    assert values(lambda p, c, r: (len(t) for t in c)) == [0, 2]
 
 
 @pytest.mark.parametrize("on_error", ["fail", "drop"])
@@ -169,7 +173,7 @@ def test_arrays_and_generators_are_lists_of_numbers():
 )
 def test_a_wrong_number_of_values_always_stops(on_error, result, message):
     with pytest.raises(RewardError, match=message):
-        reward(lambda p, c, r: result, on_error).score(prompts("1", "2"), ["a", "b"])
+        reward(lambda p, c, r: result, on_error, whole_batch=True).score(prompts("1", "2"), ["a", "b"])
 
 
 def test_a_sum_that_overflows_stops():
@@ -190,7 +194,6 @@ def test_fail_names_function_exception_sample_and_line():
     message = str(error.value)
     assert "reward 'own' raised KeyError: 'bad' (" in message and "test_rewards.py:" in message
     assert "t/0/1 'question 1' and completion 'bad'" in message and 'on_error = "drop"' in message
-    assert isinstance(error.value.__cause__, KeyError)
 
 
 def test_drop_loses_the_samples_that_raise_and_no_other():
@@ -207,15 +210,67 @@ def test_drop_counts_every_sample_when_all_raise():
     assert all(s.failed and math.isnan(s.value) for s in scores)
 
 
-def test_a_function_that_fails_only_on_batches_is_named_so():
-    def one_at_a_time(p, c, r):
-        if len(c) > 1:
-            raise RuntimeError("too many")
-        return [1.0]
+def test_a_function_sees_one_completion_or_all_of_them():
+    def rank(p, c, r):
+        return [sorted(c).index(text) for text in c]
 
-    with pytest.raises(RewardError, match=r"too many.* for a batch of 2 samples, yet for none of them alone"):
-        reward(one_at_a_time).score(prompts("1", "2"), ["a", "b"])
-    assert [s.value for s in reward(one_at_a_time, "drop").score(prompts("1", "2"), ["a", "b"])] == [1.0, 1.0]
+    assert [s.value for s in reward(rank).score(prompts("1", "2"), ["b", "a"])] == [0, 0]
+    assert [s.value for s in reward(rank, whole_batch=True).score(prompts("1", "2"), ["b", "a"])] == [1, 0]
+
+
+def test_a_whole_batch_fails_as_a_whole():
+    made = reward(raises_on_bad, "drop", whole_batch=True)
+    assert all(s.failed for s in made.score(prompts("1", "2"), ["good", "bad"]))
+    assert made.numbers() == {"failures/own/exception": 2}
+
+
+def test_score_gives_what_failed_the_value_that_the_recipe_says_and_counts_it():
+    made = reward(raises_on_bad, "score", -1.0, other=lambda p, c, r: [0.25] * len(c))
+    good, bad = made.score(prompts("1", "2"), ["good", "bad"])
+    assert (good.value, good.replaced, good.failed) == (1.25, None, None)
+    assert bad.value == -0.75 and bad.parts == {"own": -1.0, "other": 0.25} and bad.failed is None
+    assert bad.replaced.startswith("reward 'own' raised KeyError: 'bad'")
+    assert made.numbers() == {"failures/own/exception": 1, "rewards/error_scored": 1}
+    assert made.numbers() == {"rewards/error_scored": 0}  # each look starts anew
+
+
+def test_failures_are_counted_by_function_and_kind():
+    made = reward(raises_on_bad, "drop", other=lambda p, c, r: [math.nan])
+    made.score(prompts("1", "2", "3"), ["good", "bad", "fair"])
+    assert made.numbers() == {"failures/other/not_a_number": 3, "failures/own/exception": 1}
+
+
+def test_fail_stops_at_the_first_failure():
+    seen = []
+
+    def picky(p, c, r):
+        seen.extend(c)
+        return [{"good": 1.0}[text] for text in c]
+
+    with pytest.raises(RewardError, match="completion 'bad'"):
+        reward(picky).score(prompts("1", "2", "3"), ["good", "bad", "worse"])
+    assert seen == ["good", "bad"]
+
+
+def test_an_async_function_is_awaited():
+    async def reward_later(p, c, r):
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in c]
+
+    assert [s.value for s in reward(reward_later).score(prompts("1", "2"), ["", "ab"])] == [0, 2]
+
+
+class Evil:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    def __float__(self):
+        raise RuntimeError("no float")
+
+
+def test_a_value_that_raises_when_it_is_looked_at_is_a_failure():
+    (score,) = reward(lambda p, c, r: [Evil()], "drop").score(prompts("1"), ["a"])
+    assert "<Evil whose repr raised RuntimeError>, which is not one number (no float)" in score.failed
 
 
 def test_a_generator_that_raises_midway_is_a_function_that_raises():
@@ -241,6 +296,11 @@ def test_functions_cannot_change_each_others_rows():
     assert sample[0].row == {"answer": "1", "meta": {"n": 1}}
 
 
+def test_a_row_that_cannot_be_copied_is_a_failure():
+    (score,) = reward(exact, "drop").score(prompts("1", lock=threading.Lock()), ["1"])
+    assert "reward 'own': the data row cannot be copied (TypeError: cannot pickle" in score.failed
+
+
 def test_prompts_and_completions_must_be_as_many():
     with pytest.raises(RewardError, match="got 2 and 1"):
         reward(raises_on_bad).score(prompts("1", "2"), ["good"])
@@ -249,6 +309,6 @@ def test_prompts_and_completions_must_be_as_many():
 
 def test_a_reward_that_exits_is_a_reward_that_failed(tmp_path):
     (tmp_path / "leaving.py").write_text("import sys\ndef reward(prompts, completions, rows): sys.exit(0)\n")
-    config = RewardConfig(functions=[{"name": "leaving:reward"}], folder=str(tmp_path))
+    config = RewardConfig(functions=[{"name": "leaving:reward"}], folder=str(tmp_path), workers=0)
     with pytest.raises(RewardError, match=r"leaving:reward.*SystemExit"):
         make_reward(config).score([Prompt("p", "p", (1,))], ["c"])

@@ -113,6 +113,7 @@ class Subject:
     def __post_init__(self) -> None:
         self.built = self.cluster.trainer
         self.cluster.trainer = self.measuring or remade(self.built, self.cluster.config)
+        self.cluster.reward.close()
         self.cluster.reward = SpreadReward({}, {}, "fail")
         if self.checkpoint_bytes > CHECKPOINT_BYTES:  # one step more than are run: the loop saves the last one
             run = self.config.run

@@ -1,213 +1,271 @@
-"""Rewards: text in, one number per completion out; built in, or the user's own `module:function`.
+"""Rewards: text in, one number per completion out. Functions, built in or the user's own `module:function`, and judges.
 
-A reward function sees a whole batch, one entry per completion, and returns one number for each:
+A function is called with lists, one entry per completion (one, or with `whole_batch` all of a step), and returns one
+number for each:
 
     def reward(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]
 
 prompts are the texts the policy saw (chat template included), completions the sampled text without special tokens, rows
 the data rows (a copy each: a function may change its own). The reward of a sample is sum_i weight_i * value_i.
 
-Nothing here turns a failure into a number. A function that raises, or returns something that is not a finite number,
-stops the run (`on_error = "fail"`) or takes the offending samples out of training, counted (`on_error = "drop"`).
-
-Built in are exact comparisons only. The scorers of reasoning-gym are deliberately not used: they give partial credit
-for near misses, and some of them execute text that the model wrote.
+Functions run in worker processes with a deadline (`workers`); those built in that cannot hang run here. Nothing turns a
+failure into a number by itself: one stops the run (`on_error = "fail"`), takes its sample out of training ("drop"), or
+counts as the value that the recipe says ("score"); it is counted by function and kind in every case.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from lockstep.envs.base import Score, describe_exception, load_function, nearest
+from lockstep.envs.asking import Asker, Endpoint
+from lockstep.envs.base import Score
+from lockstep.envs.judge import Background, Judge
+from lockstep.envs.outcome import Outcome, RewardFunction, WrongCount, call, failures, short
+from lockstep.envs.scorers import PURE, Named, load
+from lockstep.envs.verdicts import Verdicts
+from lockstep.envs.workers import Pool
 from lockstep.errors import ConfigError, RewardError
 from lockstep.types import Prompt
 
 if TYPE_CHECKING:
-    from lockstep.config import RewardConfig
+    from lockstep.config import RewardConfig, RewardJudge, TaskConfig
 
-RewardFunction = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
-
-
-def first_line_exact(prompts: list[str], completions: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """1.0 where the completion's first line equals the row's `answer`, else 0.0; white space around either is ignored.
-
-    The first line is the text up to the first line feed, or all of it when there is none: a line that ended with the
-    model's own stop token, or was cut at `max_new_tokens`, counts as it stands. An empty first line is a line.
-    """
-    scores = []
-    for completion, row in zip(completions, rows, strict=True):
-        gold = _gold(row)
-        if "\n" in gold:
-            raise ValueError(
-                f"answer {gold!r} has several lines, which no first line can equal; use the reward 'exact'"
-            )
-        scores.append(float(completion.split("\n", 1)[0].strip() == gold))
-    return scores
+Batch = tuple[list[str], list[str], list[dict[str, Any]]]
 
 
-def exact(prompts: list[str], completions: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """1.0 where the whole completion equals the row's `answer`, else 0.0; white space around either is ignored."""
-    return [float(completion.strip() == _gold(row)) for completion, row in zip(completions, rows, strict=True)]
+class Scorer(Protocol):
+    """One part of the reward."""
 
+    def outcomes(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], *, until_failure: bool
+    ) -> Sequence[Outcome | None]:
+        """One outcome per completion. until_failure: nothing is begun after a failure; what was not is None.
 
-BUILT_IN: dict[str, RewardFunction] = {"first_line_exact": first_line_exact, "exact": exact}
-
-
-def _gold(row: Mapping[str, Any]) -> str:
-    if "answer" not in row:
-        raise KeyError(f"the data row has no 'answer', only {', '.join(sorted(row)) or 'nothing'}")
-    answer = row["answer"]
-    if isinstance(answer, bool) or not isinstance(answer, (str, int)):
-        raise TypeError(
-            f"the row's answer is {answer!r} ({type(answer).__name__}); exact comparison needs text or an int"
-        )
-    return str(answer).strip()
+        Raises: RewardError where no sample is at fault.
+        """
+        ...
 
 
 @dataclass(frozen=True)
-class _Value:
-    """Outcome of one function for one sample: a finite value, or the reason why there is none."""
+class Function:
+    """A function, run in a pool's workers, or here where `function` is given. whole_batch: as in the recipe."""
 
-    value: float = math.nan
-    failed: str | None = None
+    name: str
+    function: RewardFunction | None = None
+    pool: Pool | None = None
+    whole_batch: bool = False
+
+    def outcomes(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], *, until_failure: bool
+    ) -> list[Outcome | None]:
+        batches = self._batches(prompts, completions)
+        if self.pool is not None:
+            found = self.pool.run(self.name, batches, until_failure=until_failure)
+        else:
+            found = self._here(batches, until_failure)
+        return [
+            outcome
+            for batch, outcomes in zip(batches, found, strict=True)
+            for outcome in (outcomes if outcomes is not None else [None] * len(batch[1]))
+        ]
+
+    def _batches(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Batch]:
+        texts, rows = [prompt.text for prompt in prompts], [dict(prompt.row) for prompt in prompts]
+        if self.whole_batch:
+            return [(texts, list(completions), rows)]
+        return [([text], [done], [row]) for text, done, row in zip(texts, completions, rows, strict=True)]
+
+    def _here(self, batches: Sequence[Batch], until_failure: bool) -> list[list[Outcome] | None]:
+        found: list[list[Outcome] | None] = [None] * len(batches)
+        for i, (prompts, completions, rows) in enumerate(batches):
+            found[i] = outcomes = self._one_here(prompts, completions, rows)
+            if until_failure and failures(outcomes):
+                break
+        return found
+
+    def _one_here(self, prompts: list[str], completions: list[str], rows: list[dict[str, Any]]) -> list[Outcome]:
+        assert self.function is not None
+        try:
+            # Each row by itself: two completions of a prompt must not share one that a function may change.
+            copies = [copy.deepcopy(row) for row in rows]
+        except Exception as error:  # whatever the row's own classes raise
+            why = f"reward {self.name!r}: the data row cannot be copied ({type(error).__name__}: {error})"
+            return [Outcome(kind="exception", why=why)] * len(rows)
+        try:
+            return call(self.name, self.function, (prompts, completions, copies))
+        except WrongCount as error:
+            raise RewardError(str(error)) from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reward:
-    """The recipe's reward: functions by name, a weight for each, and what to do when one of them fails."""
+    """The recipe's reward: its parts by name, a weight for each, and what a failure of one is.
 
-    functions: Mapping[str, RewardFunction]
+    on_error: "fail" | "drop" | "score". error_score: for "score". pool, background: closed with it.
+    """
+
+    scorers: Mapping[str, Scorer]
     weights: Mapping[str, float]
-    on_error: str  # "fail" | "drop"
+    on_error: str
+    error_score: float | None = None
+    pool: Pool | None = None
+    background: Background | None = None
+    verdicts: Verdicts | None = None
+    _kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _replaced: int = 0
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Score]:
         """One `Score` per completion. prompts[i] is the prompt of completions[i] (repeated for a group's samples).
 
-        Under "drop" a batch in which a function raised is given to it again sample by sample, so that only the samples
-        that raise are lost; a function must therefore treat each sample by itself. (Under "fail" the same is done to
-        name the sample.)
-
-        Raises: RewardError when a function returns the wrong number of values (always), or, under "fail", when it
-        raises or returns something that is not a finite number; the message names the function and the sample.
+        Raises: RewardError when a function returns the wrong number of values (always), or, under "fail", when a part
+        fails; the message names the part and the sample.
         """
         if len(prompts) != len(completions):
             raise RewardError(f"one prompt per completion expected, got {len(prompts)} and {len(completions)}")
         if not prompts:
             return []
-        outcomes = {name: self._run(name, prompts, completions) for name in self.functions}
+        outcomes = {name: self._run(name, prompts, completions) for name in self.scorers}
         return [self._combine({name: values[i] for name, values in outcomes.items()}) for i in range(len(prompts))]
 
-    def _run(self, name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[_Value]:
-        try:
-            result = self._call(name, prompts, completions)
-        except (Exception, SystemExit) as exc:
-            if self.on_error == "drop":
-                return [self._alone(name, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-            raise RewardError(self._blame(name, exc, prompts, completions)) from exc
-        values = _values(name, result, len(prompts))
-        if self.on_error == "fail":
-            for outcome, prompt, completion in zip(values, prompts, completions, strict=True):
-                if outcome.failed is not None:
-                    raise RewardError(f"{outcome.failed} for {_sample(prompt, completion)}. {_REMEDY}")
-        return values
+    def numbers(self) -> dict[str, int]:
+        """For the metrics, of what was scored since the last call: failures/NAME/KIND where there were any,
+        rewards/error_scored under "score" (samples that hold an `error_score`), judge/NAME/... of each judge."""
+        found = {f"failures/{name}/{kind}": count for (name, kind), count in sorted(self._kinds.items())}
+        if self.on_error == "score":
+            found["rewards/error_scored"] = self._replaced
+        self._kinds, self._replaced = Counter(), 0
+        for scorer in self.scorers.values():
+            if isinstance(scorer, Judge):
+                found |= scorer.counts()
+        return found
 
-    def _call(self, name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> object:
-        """What the function returns, iterated to its end (a generator's code runs only then); raises what it raises."""
-        rows = [copy.deepcopy(dict(prompt.row)) for prompt in prompts]
-        result: object = self.functions[name]([prompt.text for prompt in prompts], list(completions), rows)
-        return list(result) if isinstance(result, Iterable) and not isinstance(result, _NOT_LISTS) else result
+    def keep_verdicts(self, run_dir: Path) -> None:
+        """Keep what judges say in the run directory, and use what is there. Nothing where there are no judges.
 
-    def _alone(self, name: str, prompt: Prompt, completion: str) -> _Value:
-        try:
-            result = self._call(name, [prompt], [completion])
-        except (Exception, SystemExit) as exc:
-            return _Value(failed=f"reward {name!r} raised {describe_exception(exc)}")
-        return _values(name, result, 1)[0]
+        Raises: CheckpointError for a file that holds something else.
+        """
+        judges = [scorer for scorer in self.scorers.values() if isinstance(scorer, Judge)]
+        if not judges:
+            return
+        kept = Verdicts(run_dir / "verdicts.sqlite")
+        if self.verdicts is not None:
+            self.verdicts.close()
+        self.verdicts = kept
+        for judge in judges:
+            judge.verdicts = kept
 
-    def _blame(self, name: str, exc: BaseException, prompts: Sequence[Prompt], completions: Sequence[str]) -> str:
-        """The message for a batch that raised `exc`: finds the sample by giving them to the function one at a time."""
-        for prompt, completion in zip(prompts, completions, strict=True):
-            alone = self._alone(name, prompt, completion)
-            if alone.failed is not None:
-                return f"{alone.failed} for {_sample(prompt, completion)}. {_REMEDY}"
-        return (
-            f"reward {name!r} raised {describe_exception(exc)} for a batch of {len(prompts)} samples, "
-            f"yet for none of them alone (the first is {_sample(prompts[0], completions[0])}). {_REMEDY}"
-        )
+    def close(self) -> None:
+        """End worker processes and connections; a second call does nothing."""
+        if self.pool is not None:
+            self.pool.close()
+        if self.background is not None:
+            for scorer in self.scorers.values():
+                if isinstance(scorer, Judge):
+                    scorer.close()
+            self.background.close()
+            self.background = None
+        if self.verdicts is not None:
+            self.verdicts.close()
 
-    def _combine(self, outcomes: Mapping[str, _Value]) -> Score:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self, name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        found = self.scorers[name].outcomes(prompts, completions, until_failure=self.on_error == "fail")
+        outcomes = []
+        for outcome, prompt, completion in zip(found, prompts, completions, strict=True):
+            if outcome is None or outcome.kind is None:
+                outcomes.append(outcome)
+                continue
+            if self.on_error == "fail":
+                raise RewardError(
+                    f"{outcome.why} for the sample with prompt {prompt.id} {short(prompt.text)} and completion "
+                    f"{short(completion)}. {_REMEDY}"
+                )
+            self._kinds[name, outcome.kind] += 1
+            outcomes.append(outcome)
+        assert all(outcome is not None for outcome in outcomes), "only a failure keeps others from being begun"
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _combine(self, outcomes: Mapping[str, Outcome]) -> Score:
+        failed = {name: outcome for name, outcome in outcomes.items() if outcome.kind is not None}
         parts = {name: outcome.value for name, outcome in outcomes.items()}
-        reasons = [outcome.failed for outcome in outcomes.values() if outcome.failed is not None]
-        if reasons:
-            return Score(math.nan, parts, "; ".join(reasons))
+        why = "; ".join(outcome.why for outcome in failed.values())
+        if failed and self.on_error != "score":
+            return Score(math.nan, parts, why)
+        if failed:
+            assert self.error_score is not None
+            parts |= dict.fromkeys(failed, self.error_score)
+            self._replaced += 1
         total = sum(self.weights[name] * value for name, value in parts.items())
         if not math.isfinite(total):
             raise RewardError(
                 f"the weighted sum of {parts} with weights {dict(self.weights)} is {total}; scale them down"
             )
-        return Score(total, parts)
+        return Score(total, parts, replaced=why or None)
 
 
-_NOT_LISTS = (str, bytes, Mapping)  # iterable, but never a list of rewards
-_REMEDY = 'Fix the function, or set reward.on_error = "drop" to leave such samples out of training, counted'
+_REMEDY = (
+    'Mend what failed, or set reward.on_error = "drop" to leave such samples out of training, counted, or "score" to '
+    "give them a value of your choice"
+)
 
 
-def make_reward(config: RewardConfig) -> Reward:
-    """The reward that a recipe's `[reward]` table asks for. Modules are looked for in `config.folder` first.
+def make_reward(
+    config: RewardConfig,
+    task: TaskConfig | None = None,
+    rollout: Callable[[RewardJudge], Asker] | None = None,
+) -> Reward:
+    """The reward that a recipe's `[reward]` table asks for; close it. Modules are looked for in `config.folder` first.
 
-    Raises: ConfigError for an unknown function, or one whose arguments do not fit.
+    task: the recipe's, for the reward "reasoning_gym". rollout: who answers for a judge with engine = "rollout".
+    Raises: ConfigError for an unknown function, one whose arguments do not fit, or a judge that cannot be asked.
     """
-    functions = {entry.name: _function(entry.name, config.folder) for entry in config.functions}
-    return Reward(functions, {entry.name: entry.weight for entry in config.functions}, config.on_error)
-
-
-def _function(name: str, folder: str | None) -> RewardFunction:
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if ":" in name:
-        return load_function(name, folder, ("prompts", "completions", "rows"))
-    raise ConfigError(
-        f"reward.functions: there is no built-in reward {name!r}; {nearest(name, BUILT_IN)}; "
-        "a function of your own is written 'module:function'"
-    )
-
-
-def _values(name: str, result: object, count: int) -> list[_Value]:
-    """The function's result as `count` outcomes. Raises: RewardError when it is not a list of that length."""
-    if not isinstance(result, list):
-        raise RewardError(
-            f"reward {name!r} returned {_short(result)} ({type(result).__name__}); "
-            f"expected a list of {count} numbers, one per completion"
+    of_gym = task is not None and task.kind == "reasoning_gym"
+    named = {
+        entry.name: Named(
+            entry.name,
+            entry.answer,
+            entry.allow_code,
+            task.dataset if task is not None and of_gym else None,
+            dict(task.options) if task is not None and of_gym else {},
         )
-    if len(result) != count:
-        raise RewardError(
-            f"reward {name!r} returned {len(result)} values for {count} completions; "
-            "expected exactly one per completion, in their order"
+        for entry in config.functions
+    }
+    judges = {entry.name: _asker(entry, rollout) for entry in config.judges}
+    away = [one for name, one in named.items() if config.workers and name not in PURE]
+    here = {name: load(one, config.folder) for name, one in named.items() if one not in away}
+    pool = Pool(away, config.folder, config.workers, config.deadline_s) if away else None
+    scorers: dict[str, Scorer] = {
+        entry.name: Function(entry.name, here.get(entry.name), None if entry.name in here else pool, entry.whole_batch)
+        for entry in config.functions
+    }
+    background = Background() if judges else None
+    verdicts = Verdicts(None) if judges else None
+    for judge in config.judges:
+        assert background is not None and verdicts is not None
+        scorers[judge.name] = Judge(judge, judges[judge.name], background, verdicts)
+    weights = {entry.name: entry.weight for entry in config.functions}
+    weights |= {judge.name: judge.weight for judge in config.judges}
+    return Reward(scorers, weights, config.on_error, config.error_score, pool, background, verdicts)
+
+
+def _asker(judge: RewardJudge, rollout: Callable[[RewardJudge], Asker] | None) -> Asker:
+    if judge.engine == "endpoint":
+        return Endpoint(judge)
+    if rollout is None:
+        raise ConfigError(
+            f'judge {judge.name!r} has engine = "rollout", which answers within a run only; to try its rubric outside '
+            "of one, name a server that serves the model"
         )
-    return [_number(name, value) for value in result]
-
-
-def _number(name: str, value: object) -> _Value:
-    """A finite number of any kind (bool, int, float, NumPy or array scalar); anything else fails with a reason."""
-    if isinstance(value, SupportsFloat):
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError) as exc:
-            return _Value(failed=f"reward {name!r} returned {_short(value)}, which is not one number ({exc})")
-        if math.isfinite(number):
-            return _Value(number)
-        return _Value(failed=f"reward {name!r} returned {number}, which is not a finite number")
-    return _Value(failed=f"reward {name!r} returned {_short(value)} ({type(value).__name__}), which is not a number")
-
-
-def _sample(prompt: Prompt, completion: str) -> str:
-    return f"the sample with prompt {prompt.id} {_short(prompt.text)} and completion {_short(completion)}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:120]} ... {text[-60:]}"
+    return rollout(judge)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.envs.base import describe_exception, load_function, nearest
+from lockstep.envs.loading import describe_exception, load_function, nearest
 from lockstep.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.envs.base import PromptTokenizer, nearest
+from lockstep.envs.base import PromptTokenizer
+from lockstep.envs.loading import nearest
 from lockstep.errors import ConfigError, DataError, TokenizerError
 
 if TYPE_CHECKING:

@@ -254,13 +254,28 @@ def _quantities(run: RunData) -> list[Quantity]:
         Quantity("Clip fraction", "share of tokens whose ratio was clipped", {"clip_fraction": "clipped"}),
         Quantity("How completions end", "completions", ends),
         Quantity("Reward spread", "standard deviation within a step", {"reward_std": "std"}),
-        Quantity("Rewards failed", "completions without a reward", {"rewards/failed": "failed"}),
+        Quantity(
+            "Rewards failed",
+            "completions",
+            {"rewards/failed": "without a reward", "rewards/error_scored": "with the error score"},
+        ),
+        *_by_name(run, "failures/", "Failures of", "completions; no point where there were none"),
+        *_by_name(run, "judge/", "Judge", "questions of a step"),
         Quantity("Learning rate", "", {"lr": "lr"}),
         Quantity(
             "Idle",
             "fraction of the step in which the role did nothing",
             {f"idle/{role}": role for role in ("actor", "rollout", "reward")},
         ),
+    ]
+
+
+def _by_name(run: RunData, prefix: str, title: str, unit: str) -> list[Quantity]:
+    """A chart for each NAME of the metrics prefix/NAME/KIND, with a line for each kind."""
+    keys = [key.removeprefix(prefix).rpartition("/") for key in run.names(prefix)]
+    return [
+        Quantity(f"{title} {name}", unit, {f"{prefix}{name}/{k}": k for n, _, k in keys if n == name}, always=True)
+        for name in dict.fromkeys(name for name, _, _ in keys)
     ]
 
 

@@ -74,3 +74,25 @@ def describe_pool(num_pages: int, page_size: int, max_positions: int, nbytes: in
         f"key-value cache: {num_pages} pages of {page_size} tokens, {format_bytes(nbytes)} per device; "
         f"{full_sequences(num_pages, max_positions, page_size)} sequences of full length ({max_positions} tokens) fit"
     )
+
+
+def longest_sequence(config: Config, spec: ModelSpec) -> int:
+    """Positions of the longest prompt with its longest completion, those that the policy judges among them.
+
+    Raises ConfigError if the model has fewer.
+    """
+    lengths = {
+        "task.max_prompt_tokens + rollout.max_new_tokens": config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    }
+    for judge in config.reward.judges:
+        if judge.engine == "rollout":
+            lengths[f"max_prompt_tokens + max_tokens of judge {judge.name!r}"] = (
+                judge.max_prompt_tokens + judge.max_tokens
+            )
+    for words, length in lengths.items():
+        if length > spec.max_position:
+            raise ConfigError(
+                f"{words} = {length}, but {config.model.name} was made for {spec.max_position} positions; lower one of "
+                "them"
+            )
+    return max(lengths.values())

@@ -23,14 +23,13 @@ from lockstep.models.quantise import AS_COMPUTED, Storage
 from lockstep.models.spec import Leaf, leaf_table
 from lockstep.rollout.engine import Engine, make_fingerprint
 from lockstep.rollout.generate import PAGE_SIZE, TILE_ROWS
-from lockstep.rollout.pool_size import pages_within, row_bytes
+from lockstep.rollout.pool_size import longest_sequence, pages_within, row_bytes
 from lockstep.serve.spec import ServeSpec
 from lockstep.sync.replica import LocalReplica
 from lockstep.sync.transport import Transport
 from lockstep.sync.verify import leaf_digests, tree_digest
 from lockstep.train.assembly import (
     initial_trainable,
-    longest_sequence,
     make_engine,
     make_numerics,
     make_sampling,

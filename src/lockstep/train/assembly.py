@@ -19,7 +19,7 @@ from lockstep.config import Config
 from lockstep.envs.base import Task
 from lockstep.envs.rewards import Reward, make_reward
 from lockstep.envs.tasks import make_task
-from lockstep.errors import ConfigError, ModelError
+from lockstep.errors import ModelError
 from lockstep.models import load_model
 from lockstep.models.catalog import LoadedModel
 from lockstep.models.decoder import Numerics
@@ -31,7 +31,7 @@ from lockstep.models.spec import ModelSpec, leaf_table
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.draft_model import make_drafts
 from lockstep.rollout.engine import Engine, make_fingerprint
-from lockstep.rollout.pool_size import head_shares, pages_of_recipe
+from lockstep.rollout.pool_size import head_shares, longest_sequence, pages_of_recipe
 from lockstep.rollout.stops import split_stops
 from lockstep.service.requests import Rollouts
 from lockstep.sync.replica import LocalReplica
@@ -41,6 +41,7 @@ from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
 from lockstep.train.critic import Critic, make_critic
 from lockstep.train.optimizer import make_optimizer, make_schedule
+from lockstep.train.judging import RolloutAskers
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
 from lockstep.train.remote import Remote
 from lockstep.train.serving import Local, queue_bound
@@ -101,6 +102,7 @@ class Cluster:
 
     def close(self) -> None:
         """End what runs beside the caller's thread; a second call does nothing."""
+        self.reward.close()
         for role in (self.local, self.remote):
             if role is not None:
                 role.close()
@@ -147,7 +149,17 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
 
     Writes nothing. Raises a LockstepError if a part is missing or broken, or if parts do not fit each other.
     """
-    reward = make_reward(config.reward)
+    askers = RolloutAskers()
+    reward = make_reward(config.reward, config.task, askers.asker)
+    try:
+        return _build(config, reward, askers, say)
+    except BaseException:
+        reward.close()
+        raise
+
+
+def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[[str], None] | None) -> Cluster:
+    """`build`, with the reward made."""
     dial = Dial.from_config(config.cluster)
     model = load_model(config.model.name, config.model.dtype, say=say)
     if say is not None:
@@ -162,6 +174,7 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
     role = (_rollout_here if config.rollout.url is None else _rollout_elsewhere)(
         config, dial, model, leaves, trainer, base_digests, sampling, say
     )
+    askers.connect(role.rollouts, model.tokenizer)
     reference_weights = trainer.frozen or trainer.trainable
     return Cluster(
         config=config,
@@ -273,17 +286,6 @@ def make_engine(
         draft_tokens=wanted.draft_tokens,
         fingerprint=fingerprint,
     )
-
-
-def longest_sequence(config: Config, spec: ModelSpec) -> int:
-    """Positions of the longest prompt with the longest completion. Raises ConfigError if the model has fewer."""
-    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > spec.max_position:
-        raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_new_tokens = {longest}, but {config.model.name} was made for "
-            f"{spec.max_position} positions; lower one of them"
-        )
-    return longest
 
 
 def not_finite(tree: Mapping[str, jax.Array]) -> list[str]:

@@ -17,9 +17,16 @@ from lockstep.models.parts import whole_blocks
 from lockstep.models.spec import ModelSpec, leaf_table, num_parameters, require_policy
 from lockstep.plan.answer import plan_of
 from lockstep.plan.request import request_of_recipe
-from lockstep.rollout.pool_size import describe_pool, head_shares, pages_of_recipe, pool_bytes, row_bytes
+from lockstep.rollout.pool_size import (
+    describe_pool,
+    head_shares,
+    longest_sequence,
+    pages_of_recipe,
+    pool_bytes,
+    row_bytes,
+)
 from lockstep.text import format_bytes
-from lockstep.train.assembly import longest_sequence, measures_kl
+from lockstep.train.assembly import measures_kl
 from lockstep.train.footprint import snapshot_column
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves, value_leaves
 from lockstep.train.stale import versions_kept

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,8 +29,7 @@ from rich.text import Text
 from lockstep import checkpoint, metrics, store
 from lockstep.algorithms.advantages import GroupAdvantages
 from lockstep.config import Config
-from lockstep.envs.base import Score
-from lockstep.errors import CheckpointError, LockstepError, NumericsError, RewardError, ServiceError, SyncError
+from lockstep.errors import CheckpointError, LockstepError, NumericsError, ServiceError, SyncError
 from lockstep.progress import Progress
 from lockstep.report import write_report
 from lockstep.rollout.pool_size import describe_pool
@@ -49,6 +49,7 @@ from lockstep.train.record import (
     sample_text,
     stored_rows,
 )
+from lockstep.train.rewarding import rewarded
 from lockstep.train.rollouts import Batch, Batches, accepted, consumable, dropped_counts
 from lockstep.train.rundir import ResumePoint
 from lockstep.train.scoring import under_snapshot, with_reference
@@ -123,6 +124,7 @@ class Loop:
             self._restore(point)
             rundir.cut_back(self.run_dir, point.step)
         rundir.write_head(self.run_dir, self.config, self.cluster)
+        self.cluster.reward.keep_verdicts(self.run_dir)
         self._metrics = self._logs.enter_context(metrics.StepLog(self.run_dir / "metrics.jsonl"))
         self._receipts = self._logs.enter_context(metrics.StepLog(self.run_dir / "receipts.jsonl", once_per_step=False))
         self._timeline = self._logs.enter_context(metrics.StepLog(self.run_dir / "timeline.jsonl"))
@@ -196,7 +198,8 @@ class Loop:
             self.progress.event(f"step {number}: group {group!r} is left out: {why}", warning=True)
         prompts = asked.prompts
         clock.enter("score")
-        trajectories = self._score(prompts, trajectories)
+        warn = partial(self.progress.event, warning=True)
+        trajectories, scored = rewarded(self.cluster.reward, self.cluster.tokenizer, prompts, trajectories, warn)
         kept = self._accepted([t for t in trajectories if t.failed is None])
         advantages = self.cluster.trainer.algorithm.advantages([t.reward for t in kept], [t.group_id for t in kept])
         chosen = self._select(advantages.advantages, number)
@@ -216,7 +219,9 @@ class Loop:
         if overlaps:
             clock.waited(receipt.seconds.get("flip", 0.0))
         self.cursor += len(prompts)
-        record = self._record(number, trajectories, batch, advantages, result) | behind | dropped_counts(dropped)
+        record = (
+            self._record(number, trajectories, batch, advantages, result) | behind | dropped_counts(dropped) | scored
+        )
         self._warn_flat(record)
         self._store(number, prompts, trajectories, batch, batch_advantages, result)
         self._log_receipt(receipt)
@@ -256,21 +261,6 @@ class Loop:
         except ServiceError:
             self.progress.event(f"what every thread did: {dump_stacks(self.run_dir)}")
             raise
-
-    def _score(self, prompts: Sequence[Prompt], trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Text and rewards. Failed samples stay in the record, with their reason, and take no part in training."""
-        by_id = {p.id: p for p in prompts}
-        texts = [self.cluster.tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
-        scores: list[Score] = self.cluster.reward.score([by_id[t.group_id] for t in trajectories], texts)
-        failed = [s.failed for s in scores if s.failed is not None]
-        if len(failed) == len(scores):
-            raise RewardError(f"every one of the {len(scores)} samples failed to score; the first: {failed[0]}")
-        if failed:
-            self.progress.event(f"{len(failed)} of {len(scores)} samples dropped: {failed[0]}", warning=True)
-        return [
-            replace(t, text=text, reward=s.value, rewards=s.parts, failed=s.failed)
-            for t, text, s in zip(trajectories, texts, scores, strict=True)
-        ]
 
     def _accepted(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         return accepted(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.envs.base import nearest
+from lockstep.envs.loading import nearest
 from lockstep.envs.sources import FileRows, derive_seed
 from lockstep.errors import ConfigError, DataError
 from lockstep.reward_recipe import PreferencesConfig

@@ -27,6 +27,7 @@ from lockstep.train.footprint import bytes_per_role
 from lockstep.types import Fingerprint
 
 RunT = TypeVar("RunT", bound=NamedRun)
+JUDGE_FREE = ("url", "api_key_env", "deadline_s", "retries", "concurrency")
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def fixed_keys(config: Config) -> dict[str, str]:
     anyhow), under a constant learning rate the number of steps, and where model and data lie (it is their content that
     must be the same)."""
     free = {"run.name", "run.dir", "run.checkpoint_every", "model.name", "task.path", "task.folder", "reward.folder"}
+    free.add("reward.workers")
     free |= {f"rollout.{key}" for key in ("warm_up", "patience_s", "deadline_s", "url", "token_file")}
     if config.optim.schedule == "constant":
         free.add("run.steps")
@@ -107,6 +109,9 @@ def fixed_keys(config: Config) -> dict[str, str]:
         for section, table in config.model_dump(mode="json").items()
         for key, value in (table or {}).items()
     }
+    # Where a judge is, and how hard it is tried, decides nothing: its answers are greedy, and kept.
+    judges = [j.model_dump(mode="json", exclude=set(JUDGE_FREE)) for j in config.reward.judges]
+    found["reward.judges"] = json.dumps(judges)
     return {path: value for path, value in found.items() if path not in free and not path.startswith("sync.")}
 
 

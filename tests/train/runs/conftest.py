@@ -46,7 +46,8 @@ import time
 
 def even(prompts, completions, rows):
     """Share of characters with an even code point."""
-    time.sleep(float(os.environ.get("REWARD_DELAY_S", "0")))
+    # For a step of twelve completions, by two workers.
+    time.sleep(float(os.environ.get("REWARD_DELAY_S", "0")) * len(completions) / 6)
     return [sum(ord(c) % 2 == 0 for c in text) / max(1, len(text)) for text in completions]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lockstep import checkpoint
+from lockstep.envs.rewards import Reward
 from lockstep.errors import (
     ConfigError,
     DataError,
@@ -123,8 +124,8 @@ def test_longer_rows_can_be_skipped_and_are_counted(kit, opened, broken, tmp_pat
             "fail",
             "'run_rewards:not_a_number' returned nan, which is not a finite number for the sample",
         ),
-        ("one_missing", "fail", "'run_rewards:one_missing' returned 11 values for 12 completions"),
-        ("one_missing", "drop", "'run_rewards:one_missing' returned 11 values for 12 completions"),
+        ("one_missing", "fail", "'run_rewards:one_missing' returned 0 values for 1 completions"),
+        ("one_missing", "drop", "'run_rewards:one_missing' returned 0 values for 1 completions"),
         ("raises", "drop", "every one of the 12 samples failed to score; the first: .*raises' raised ValueError"),
         ("not_a_number", "drop", "every one of the 12 samples failed to score; the first: .*returned nan"),
     ],
@@ -143,14 +144,15 @@ def test_a_run_that_fails_later_says_how_to_go_on(kit, opened, tmp_path) -> None
     with pytest.raises(RewardError, match="hiccup"), opened(config) as loop:
         loop.start()
         loop.step()
-        loop.cluster.reward = Failing()
+        loop.cluster.reward.close()
+        loop.cluster.reward = Failing({}, {}, "fail")
         loop.step()
     log = (tmp_path / "run" / "log.txt").read_text()
     assert f"stopped (lockstep run --resume {tmp_path}/run goes on from step 1) by RewardError: hiccup" in log
     assert [m["step"] for m in read_jsonl(tmp_path / "run" / "metrics.jsonl").records] == [1]
 
 
-class Failing:
+class Failing(Reward):
     def score(self, prompts, completions):
         raise RewardError("hiccup")
 

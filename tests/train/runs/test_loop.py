@@ -216,6 +216,7 @@ def test_dropped_samples_are_counted_shown_and_kept_in_the_record(varied) -> Non
         for t in failed:
             assert "cannot judge" in t.failed and np.isnan(t.reward) and t.reference_logprobs is None
             assert np.isnan(t.rewards["run_rewards:picky"]) and t.rewards["run_rewards:length"] == len(t.text)
+        assert m.get("failures/run_rewards:picky/exception", 0) == len(failed)
         if failed:
             assert f"{len(failed)} of 12 samples dropped: reward 'run_rewards:picky' raised ValueError" in log
 
