@@ -80,14 +80,15 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _critic_has_a_place(cls, data: Any) -> Any:
-        """A critic is on the actor's mesh unless `cluster.critic` says otherwise."""
-        if not (isinstance(data, dict) and data.get("critic") is not None):
+    def _roles_have_a_place(cls, data: Any) -> Any:
+        """A critic and reward models are on the actor's mesh unless `[cluster]` says otherwise."""
+        if not (isinstance(data, dict) and isinstance(data.get("cluster", {}), dict)):
             return data
-        cluster = data.get("cluster", {})
-        if isinstance(cluster, dict) and cluster.get("critic") is None:
-            return {**data, "cluster": {**cluster, "critic": "actor"}}
-        return data
+        reward, cluster = data.get("reward"), dict(data.get("cluster", {}))
+        there = {"critic": data.get("critic"), "reward": isinstance(reward, dict) and reward.get("models")}
+        for role in (role for role, wanted in there.items() if wanted):
+            cluster[role] = "actor" if cluster.get(role) is None else cluster[role]
+        return {**data, "cluster": cluster} if cluster else data
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
@@ -120,11 +121,15 @@ def _misfits(config: Config) -> Iterator[str]:
             f"`rollout.slots` = {rollout.slots} is not a multiple of `numerics.tile_rows` = {tile}: exact mode decodes "
             f"whole tiles, the rest of the last one would be computed for nothing; use {' or '.join(map(str, near))}"
         )
-    if config.cluster.critic is not None and config.critic is None:
-        yield (
-            f"`cluster.critic` = {literal(config.cluster.shapes['critic'])} without `[critic]`: the run has no critic; "
-            "add the table, or leave the mesh out"
-        )
+    for role, wanted, table in (
+        ("critic", config.critic is not None, "[critic]"),
+        ("reward", bool(config.reward.models), "[[reward.models]]"),
+    ):
+        if role in config.cluster.roles and not wanted:
+            yield (
+                f"`cluster.{role}` = {literal(config.cluster.shapes[role])} without `{table}`: the run has none; "
+                "add the table, or leave the mesh out"
+            )
     for role in config.cluster.roles:
         tensor = config.cluster.mesh(role).tensor
         if config.cluster.owner(role) == role and numerics.parts_on(config.cluster) % tensor:

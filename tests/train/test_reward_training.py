@@ -288,8 +288,9 @@ def scorer(config: Any, policy: Tokenizer, folder: Path, **settings: Any) -> Rew
         return Geometry(programs.row_shards, 256, 16, 16)
 
     wanted = RewardModelConfig(name="taste", model=str(folder), **settings)
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"models": (wanted,)})})
     dial = Dial.build({"reward": {"data": 1}})
-    (made,) = make_reward_models([wanted], config, dial, policy, Numerics("float32", 16, 16), geometry)
+    (made,) = make_reward_models(config, dial, policy, Numerics("float32", 16, 16), geometry)
     return made
 
 

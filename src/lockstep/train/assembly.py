@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,10 +40,11 @@ from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
 from lockstep.train.critic import Critic, make_critic
-from lockstep.train.optimizer import make_optimizer, make_schedule
 from lockstep.train.judging import RolloutAskers
+from lockstep.train.optimizer import make_optimizer, make_schedule
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
 from lockstep.train.remote import Remote
+from lockstep.train.reward_model import RewardModel, make_reward_models
 from lockstep.train.serving import Local, queue_bound
 from lockstep.train.syncing import make_remote_sync, make_sync, remote_mapping
 from lockstep.train.trainer import Trainer
@@ -81,6 +82,7 @@ class Cluster:
     sampling: SamplingParams
     fingerprint: Fingerprint
     reference: Reference | None
+    reward_models: Sequence[RewardModel]
     critic: Critic | None
     sync: WeightSync
     own_replica: LocalReplica | None
@@ -175,6 +177,9 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
         config, dial, model, leaves, trainer, base_digests, sampling, say
     )
     askers.connect(role.rollouts, model.tokenizer)
+    models = make_reward_models(config, dial, model.tokenizer, trainer.programs.num, _geometry, say)
+    for scorer in models:
+        reward.add(scorer.name, scorer, scorer.weight)
     reference_weights = trainer.frozen or trainer.trainable
     return Cluster(
         config=config,
@@ -191,6 +196,7 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
         sampling=sampling,
         fingerprint=role.fingerprint,
         reference=_reference(config, dial, model, (trainer.programs, reference_weights), (role.programs, role.frozen)),
+        reward_models=models,
         critic=make_critic(config, dial, model, (trainer.programs, trainer.frozen), _geometry, say),
         sync=role.sync,
         own_replica=role.replica,

@@ -103,6 +103,9 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
         # What the actor trains, a reference on its mesh keeps as it was before the first update.
         kept = (leaves.trains, master) if dial.colocated("actor", "reference") else (leaf_table(spec), compute)
         sizes["reference"] = {"parameters": bytes_per_device(kept[0], dial.role("reference").axes, kept[1])}
+    if config.reward.models:
+        axes, tables = dial.role("reward").axes, [leaf_table(load_spec(m.model)) for m in config.reward.models]
+        sizes["reward"] = {"parameters": sum(bytes_per_device(table, axes, compute) for table in tables)}
     if config.critic is not None:
         sizes["critic"] = _critic_bytes(config, config.critic, dial, spec)
     return {role: sizes[role] for role in ROLES if role in sizes}

@@ -129,6 +129,7 @@ def save_checkpoint(
         "cursor": cursor,
         "task": task,
         "model": cluster.model_digest,
+        "reward_models": {model.name: model.digest for model in cluster.reward_models},
         "recipe": fixed_keys(config),
         "fingerprint": vars(cluster.fingerprint),
         "jax": jax.__version__,
@@ -188,6 +189,13 @@ def require_same_world(run_dir: Path, point: ResumePoint, cluster: Cluster, task
             f"{here} was made on other weights than {cluster.source} holds now (digest then {point.meta['model'][:8]}, "
             f"now {cluster.model_digest[:8]}); put the model back, or start a new run"
         )
+    for model in cluster.reward_models:
+        then = point.meta["reward_models"][model.name]
+        if model.digest != then:
+            raise CheckpointError(
+                f"{here} was made with other weights of reward model {model.name!r} than its folder holds now (digest "
+                f"then {then[:8]}, now {model.digest[:8]}); put the model back, or start a new run"
+            )
     if task != point.meta["task"]:
         raise CheckpointError(
             f"{here} was made on other data: then {point.meta['task']}; now {task}. Put the data back, or start a new "
