@@ -146,6 +146,8 @@ WRONG = [
     (["generate", "./nowhere", "--prompt", "x"], "error: './nowhere' is neither a known model"),
     (["reprot", "x"], "invalid choice: 'reprot'"),
     (["report", "x", "--foo"], "unrecognized arguments: --foo"),
+    (["serve", "--prot", "1"], "unrecognized arguments: --prot; did you mean --port?"),
+    (["serve", "m", "--max-positons=9"], "unrecognized arguments: --max-positons=9; did you mean --max-positions?"),
     (["report", "run", "--optim.lr", "1"], "unrecognized arguments: --optim.lr"),
     (["keys", "run", "--optim.lr=1"], "unrecognized arguments: --optim.lr=1"),
     (["export", "run", "--to", "x"], "error: run does not exist"),

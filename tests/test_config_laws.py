@@ -20,6 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.keydocs import listing, markdown
 from lockstep.reward_recipe import RewardRecipe
 from lockstep.schema import Section, keys
+from lockstep.types import LEAST_TEMPERATURE
 
 ROOT = Path(__file__).parent.parent
 
@@ -162,6 +163,11 @@ def test_every_key_is_described_and_documented() -> None:
         assert description.endswith((".", ")")) and len(description) > 10, k.path
         assert k.expected and k.default
     assert listing(list(keys(Config))).count("\n") > 100
+
+
+def test_a_recipe_s_least_temperature_is_the_engine_s() -> None:
+    (key,) = [k for k in keys(Config) if k.path == "rollout.temperature"]
+    assert key.expected == f"a number >= {LEAST_TEMPERATURE:g}"
 
 
 @pytest.mark.parametrize(("page", "recipe"), [("recipes.md", Config), ("reward-model.md", RewardRecipe)])

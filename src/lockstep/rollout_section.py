@@ -25,8 +25,9 @@ class RolloutConfig(Section):
     temperature: Float = key(
         1.0,
         "Samples are drawn from softmax(logits / temperature).",
-        gt=0,
-        why="at 0 every sample of a group is the same, so no advantage is left to train on; use 1.0",
+        ge=0.001,  # types.LEAST_TEMPERATURE, which imports numpy; reading a recipe does not
+        why="at 0 every sample of a group is the same, so no advantage is left to train on, and below 0.001 logits "
+        "overflow; use 1.0",
     )
     stop: tuple[Annotated[str, Expects("text, not empty")], ...] = key(
         (),

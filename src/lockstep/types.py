@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+LEAST_TEMPERATURE = 0.001
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,15 @@ class Prompt:
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
+def temperature_problems(temperature: float) -> list[str]:
+    """What has no meaning about a temperature; none if it is right."""
+    if not math.isfinite(temperature) or temperature < 0:
+        return [f"temperature {temperature} is not a finite number >= 0 (0 is greedy)"]
+    if 0 < temperature < LEAST_TEMPERATURE:
+        return [f"temperature {temperature} is below {LEAST_TEMPERATURE}: logits would overflow; 0 is greedy"]
+    return []
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a completion is drawn.
@@ -45,8 +55,9 @@ class SamplingParams:
     have at least `top_p`; of these those at least `min_p` times as likely as the likeliest. Equally likely ids: the
     lowest first.
 
-    temperature: > 0 samples from softmax(logits / temperature); 0 is greedy (log-probability then at temperature 1).
-    max_new_tokens: completion tokens at most, the stop token included. min_new_tokens: completion tokens at least.
+    temperature: >= LEAST_TEMPERATURE samples from softmax(logits / temperature); 0 is greedy (log-probability then at
+    temperature 1). max_new_tokens: completion tokens at most, the stop token included; 0, with prompt_logprobs: the
+    prompt is scored and nothing drawn. min_new_tokens: completion tokens at least.
     stop_ids: sampling one of these ends the completion with reason "stop"; the id is kept as the last token.
     stop_strings: so does a token that completes one of these texts, wherever tokens begin and end; all tokens are kept.
     top_k: 0 keeps all; top_p: 1 keeps all; min_p: 0 keeps all. repetition_penalty: > 0; logits of ids seen (prompt and
@@ -98,7 +109,7 @@ class SamplingParams:
             right = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
             return [] if right else [f"{name} {value} is not {words}"]
 
-        found = within("temperature", 0, math.inf, "a finite number >= 0 (0 is greedy)")
+        found = temperature_problems(self.temperature)
         found += within("top_k", 0, math.inf, ">= 0 (0 keeps all)")
         found += within("top_p", 0, 1, "> 0 and <= 1 (1 keeps all)", open_low=True)
         found += within("min_p", 0, 1, ">= 0 and <= 1 (0 keeps all)")

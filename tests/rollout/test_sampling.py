@@ -171,6 +171,23 @@ def test_a_likely_id_has_the_log_probability_that_drawing_it_records(engine: Eng
     assert compared > 5 and shared
 
 
+def test_a_prompt_is_scored_without_a_draw(engine: Engine) -> None:
+    """Also one that fills every position, and several waiting for one pass over it."""
+    length = engine.max_positions
+    prompt = Prompt("full", "", tuple(np.random.default_rng(1).integers(0, 262, length).tolist()))
+    scored = replace(PLAIN, prompt_logprobs=True, max_new_tokens=0)
+    drawn = engine.stats.completion_tokens
+    first, second = run(engine, scored, prompt, [1, 2])
+    assert engine.stats.completion_tokens == drawn and not engine.busy and engine.check_integrity()
+    assert (len(first.completion_ids), first.finish_reason, first.versions.tolist()) == (0, "length", [])
+    shorter = replace(prompt, id="shorter", ids=prompt.ids[:-1])
+    (drew,) = run(engine, replace(scored, max_new_tokens=1), shorter, [1])
+    got = [t.details.prompt_logprobs for t in (first, second, drew) if t.details is not None]
+    assert got[0].tobytes() == got[1].tobytes() and got[0][:-1].tobytes() == got[2].tobytes()
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        run(engine, replace(scored, prompt_logprobs=False), prompt, [1])
+
+
 def test_prompts_are_scored(engine: Engine) -> None:
     prompt = Prompt("long", "", tuple(np.random.default_rng(0).integers(0, 262, 40).tolist()))
     run(engine, PLAIN, prompt, [1])

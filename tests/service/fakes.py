@@ -83,7 +83,7 @@ class ManualWorker:
     def step(self, *ids: str, by: PolicyVersion | None = None) -> None:
         for request_id in ids or list(self.open):
             request, version, drawn = self.open[request_id]
-            for i, seed in enumerate(request.seeds):
+            for i, seed in enumerate(request.seeds if request.params.max_new_tokens else ()):
                 token = draw(by or version, seed, len(drawn[i]))
                 drawn[i].append(token)
                 if request.stream:

@@ -25,7 +25,7 @@ from lockstep.service.requests import (
 )
 from lockstep.types import Details, PolicyVersion, Prompt, SamplingParams, Trajectory
 
-FLOATS = st.floats(-1e3, 0, width=32)
+FLOATS = st.floats(-1e3, 0, width=32) | st.sampled_from([float("nan"), float("-inf"), float("inf")])
 
 
 def through(value: object) -> object:
@@ -91,6 +91,7 @@ def test_a_request_comes_back(params: SamplingParams, hurried: bool) -> None:
     "event",
     [
         Progress("a", Tokens(1, (4, 5), (float(np.float32(-0.1)), -2.0))),
+        Progress("a", Tokens(0, (4,), (float("-inf"),), (((4, float("-inf")), (5, -1.5)),))),
         Refused("a", "why"),
         Retired(PolicyVersion(1, "d"), 10, 2),
         Lost("gone"),

@@ -227,7 +227,7 @@ def test_the_service_writes_every_end(tmp_path: Path) -> None:
     worker.finish("a")
     worker.lose()
     world.service.close()
-    assert once(journal.path) == {"a": "finished", "b": "aborted", "c": "aborted", "d": "aborted"}
+    assert once(journal.path) == {"a": "finished", "b": "aborted", "c": "failed", "d": "failed"}
     journal.close()
 
 

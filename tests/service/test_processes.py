@@ -127,6 +127,7 @@ def test_a_staged_version_can_be_aborted(server: Server) -> None:
     [
         (Source("files", "../elsewhere"), "outside"),
         (Source("files", "/etc"), "outside"),
+        (Source("files", "nothing-here"), "'nothing-here' is no folder in --weights-dir"),
         (Source("shared_memory", "../../etc/passwd"), "outside"),
         (Source("shared_memory", "no-such-segment"), "No such file"),
         (Source("transfer", "127.0.0.1:1", TOKEN, "0" * 32), "cannot reach the offer at 127.0.0.1:1"),
@@ -361,6 +362,31 @@ def test_a_replica_that_cannot_be_brought_to_what_is_served_is_started_once_more
     assert pids[0] != pids[1] == one.worker.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_a_trainer_s_version_that_is_lost_is_not_replaced_by_an_older_one(server: Server) -> None:
+    """rollout-1 has the server's own version, rollout-0 has the trainer's and dies. It comes back with nothing; the
+    server serves nothing until somebody publishes."""
+    own = server.service.status().published
+    address = next(r.sync_address for r in server.service.status().replicas if r.name == "rollout-0")
+    first = server.served.first_weights()
+    tree = {path: jax.device_put(a * np.float32(1.5), jax.devices()[0]) for path, a in first.items()}
+    with RemoteReplica("rollout-0", address, TOKEN, SharedMemoryTransport("one_trainer")) as remote:
+        sync = WeightSync(server.served.trains, [remote.route()], base={}, deadline_s=60)
+        policy = sync.push(own.number + 1, tree).policy
+    os.kill(server._replicas["rollout-0"].worker.pid, signal.SIGKILL)
+    until(lambda: server.service.status().lost == policy)
+    with pytest.raises(ServiceError, match=f"{policy}, which was served last, is lost"):
+        server.service.submit(request(), print)
+    until(lambda: any("rollout-0 is back; the next version comes to it" in line for line in server.said))
+    serving = {r.name: r.active for r in server.service.status().replicas}
+    assert serving == {"rollout-0": None, "rollout-1": own}
+    with pytest.raises(SyncError, match=f"out of order; {policy} was published last"):
+        server.stage(Source("files", "v3"), policy.number)
+    server.stage(Source("files", "v3"), policy.number + 1)
+    server.commit(policy.number + 1)
+    assert server.service.status().lost is None
+    assert run_all(server.service, [request()])[0].policy.number == policy.number + 1
 
 
 def test_a_folder_of_a_killed_server_is_removed_by_the_next_one(

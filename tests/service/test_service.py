@@ -197,6 +197,7 @@ def test_rolling_leaves_one_replica_serving_and_together_does_not():
         heard = [world.submit(i) for i in "ab"]
         assert one.open and two.open
         flip = background(world.push, 1)
+        until(lambda world=world: not world.service.status().replicas[0].accepting)
         late = world.submit("c")
         if flips == "rolling":
             assert late == [Started(old, "r1")]
@@ -286,7 +287,7 @@ def test_a_request_that_takes_every_replica_down_fails():
 
 def test_what_waits_fails_when_no_replica_is_left_and_none_is_started_again():
     world = World(2)
-    world.service.on_lost(lambda name, reason: None)
+    world.service.on_lost(lambda name, reason: None, brings=lambda policy: True)
     world.push(0)
     for worker in world.workers:
         worker.lose()
@@ -301,6 +302,91 @@ def test_what_waits_fails_when_no_replica_is_left_and_none_is_started_again():
     again = ManualWorker("r0")
     world.service.join(again)
     assert world.submit("c") == [], "it waits for a version"
+
+
+def test_when_the_last_replica_of_a_version_is_lost_no_older_one_is_served():
+    """r1 was left behind by the publish. That it still serves version 0 is no reason to answer under it."""
+    world = World(2, on_failure="evict")
+    world.service.on_lost(lambda name, reason: None, brings=lambda policy: policy.number == 0)
+    one, two = world.workers
+    world.push(0)
+    flip, world.replicas[1].flip = world.replicas[1].flip, None
+    policy = world.push(1).policy
+    assert {(r.name, r.active.number) for r in world.service.status().replicas} == {("r0", 1), ("r1", 0)}
+    running = world.submit("a")
+    assert world.submit("b", seeds=tuple(range(8)), min_version=1) == []
+    assert running == [Started(policy, "r0")] and world.service.status().lost is None
+    one.lose()
+    assert not two.open and world.service.status().lost == policy
+    for heard in world.heard.values():
+        assert heard[-1].outcome == "failed" and f"{policy}, which was served last, is lost" in heard[-1].reason
+    with pytest.raises(ServiceError, match=f"{policy}, which was served last, is lost"):
+        world.submit("c")
+    world.replicas[1].flip = flip
+    routes = [world.service.route(Route.local(world.replicas[1]))]
+    after = WeightSync(LEAVES, routes, base={}).push(2, weights(2)).policy
+    assert world.service.status().lost is None and world.submit("d") == [Started(after, "r1")]
+
+
+def test_a_version_that_is_brought_again_is_waited_for():
+    world = World(2, on_failure="evict")
+    world.service.on_lost(lambda name, reason: None, brings=lambda policy: True)
+    one, two = world.workers
+    world.push(0)
+    world.replicas[1].flip = None
+    policy = world.push(1).policy
+    one.lose()
+    heard = world.submit("a")
+    assert (
+        heard == [] and not two.open and f"a replica that serves {policy} again" in world.service.status().waiting_for
+    )
+    again = ManualWorker("r0")
+    again.version = policy
+    world.service.join(again, active=policy)
+    assert heard == [Started(policy, "r0")]
+
+
+def test_a_flip_that_is_still_to_come_is_waited_for():
+    """The first replica to serve a version dies in the middle of its publish; the second has it staged."""
+    world = World(2, on_failure="evict")
+    one = world.workers[0]
+    world.push(0)
+    flip, came = world.replicas[1].flip, []
+
+    def lose_the_other_first(policy, deadline):
+        one.lose()
+        came.append((world.service.status().lost, world.submit("a")))
+        assert came[0][1] == []
+        flip(policy, deadline)
+
+    world.replicas[1].flip = lose_the_other_first
+    policy = world.push(1).policy
+    assert came == [(None, [Started(policy, "r1")])]
+
+
+def test_a_new_trainer_may_count_from_the_start():
+    world = World()
+    world.push(7)
+    first = (
+        WeightSync(LEAVES, [world.service.route(Route.local(world.replicas[0]))], base={}).push(1, weights(1)).policy
+    )
+    assert world.service.latest == first and world.submit("a") == [Started(first, "r0")]
+
+
+def test_what_old_versions_freed_is_counted():
+    world = World()
+    for number in range(3):
+        world.push(number)
+    assert world.service.status().freed == {"versions": 2, "weight_bytes": 64, "pages": 0}
+
+
+def test_the_update_policy_changes_between_two_decisions():
+    world = World()
+    with world.service._lock:
+        changing = background(world.service.update_by, "dual")
+        assert world.service.protocol.update == "drain" and not changing.done()
+    changing.result(20)
+    assert world.service.protocol.update == "dual"
 
 
 def test_tokens_of_another_version_than_agreed_are_not_handed_on():

@@ -24,7 +24,7 @@ from lockstep.cli.results import add_results
 from lockstep.cli.run import add_keys, add_run, split_run_words
 from lockstep.cli.serve import add_serve
 from lockstep.errors import LockstepError
-from lockstep.text import visible
+from lockstep.text import did_you_mean, visible
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: SystemExit from argparse (0 after help, 2 for wrong words).
     """
     words, overrides = split_run_words(list(sys.argv[1:] if argv is None else argv))
-    options = make_parser().parse_args(words)
+    options, unknown = make_parser().parse_known_args(words)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_probably_meant(options.parser, unknown)}")
     options.overrides = overrides
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a model wrote may hold characters that the terminal's encoding has not.
@@ -57,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _failed(options, None, EXIT_INTERRUPTED)
     return code or 0
+
+
+def _probably_meant(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """What the first unknown option is nearest to, in words."""
+    known = [word for action in parser._actions for word in action.option_strings if word.startswith("--")]
+    first = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+    return did_you_mean(first, known, cutoff=0.75)
 
 
 def _failed(options: argparse.Namespace, message: str | None, code: int) -> int:
@@ -103,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
             name, help=help, description=help, parents=[common], allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter, **more,
         )  # fmt: skip
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=command, parser=sub)
         return sub
 
     add_run(add)

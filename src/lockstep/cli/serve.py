@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +59,14 @@ def _serve(options: argparse.Namespace) -> int | None:
         kv_memory_mib=options.kv_memory_mib or 0,
         warm_up=options.warm_up,
     )
-    journal = None if options.journal is None else Journal(Path(options.journal), fsync=options.fsync, say=say)
-    if journal is not None and journal.recovered:
-        say(f"journal {journal.path}: {journal.recovered} requests were under way when its last server stopped")
-    listener = bind(options.host, options.port)
-    try:
+    with contextlib.ExitStack() as at_the_end:
+        listener = bind(options.host, options.port)
+        at_the_end.callback(listener.close)
+        journal = None if options.journal is None else Journal(Path(options.journal), fsync=options.fsync, say=say)
+        if journal is not None:
+            at_the_end.callback(journal.close)
+            if journal.recovered:
+                say(f"journal {journal.path}: {journal.recovered} requests were under way when its last server stopped")
         server = Server(
             spec,
             ledger=journal,
@@ -69,6 +74,7 @@ def _serve(options: argparse.Namespace) -> int | None:
             update=options.policy,
             flips=options.flips,
             max_waiting=options.max_waiting,
+            boot_s=options.boot_deadline,
             weights_dir=weights_dir,
             sync_token=tokens.sync,
             sync_host=options.sync_host,
@@ -78,25 +84,26 @@ def _serve(options: argparse.Namespace) -> int | None:
             environments=lambda number: environments[number],
             say=say,
         )
-    except BaseException:
-        listener.close()
-        raise
-    try:
         return _run(options, server, tokens, listener, weights_dir, journal)
-    finally:
-        if journal is not None:
-            journal.close()
 
 
-def _limits(options: argparse.Namespace) -> Limits:
+def _limits(options: argparse.Namespace, max_positions: int) -> Limits:
+    """What was given, else the defaults; a prompt can be no longer than the context in any case."""
+    from lockstep.errors import ConfigError
     from lockstep.service.http.settings import Limits
 
+    if options.max_prompt_tokens is not None and options.max_prompt_tokens > max_positions:
+        raise ConfigError(
+            f"--max-prompt-tokens {options.max_prompt_tokens} is more than the {max_positions} positions of a sample; "
+            "lower it, or raise --max-positions"
+        )
     given = {
         "prompt_tokens": options.max_prompt_tokens,
         "concurrent": options.max_concurrency,
         "queue_s": options.queue_s,
     }
-    return Limits(**{name: value for name, value in given.items() if value is not None})
+    limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    return replace(limits, prompt_tokens=min(limits.prompt_tokens, max_positions))
 
 
 def _run(
@@ -116,7 +123,7 @@ def _run(
     from lockstep.service.http.settings import Served
     from lockstep.service.http.surface import Surface
 
-    model, limits = server.served.model, _limits(options)
+    model, limits = server.served.model, _limits(options, server.served.max_positions)
     name = options.name or Path(options.model or model.source).name
     served = Served(name, model.tokenizer, model.spec.vocab_size, server.served.max_positions, weights_dir=weights_dir)
     surface = Surface(server.service, server, served, limits, tokens, options.host, journal or MemoryReplay())
@@ -159,6 +166,7 @@ def add_serve(add: Add) -> None:
     serve.add_argument("--name", metavar="NAME", help="of the model, for clients (default: that of the model's folder)")
     serve.add_argument("--host", metavar="HOST", default="127.0.0.1", help="any but this machine needs --token-file")
     port = number(int, 0, "a port")
+    patience = number(float, 0.001, "a number of seconds > 0")
     serve.add_argument("--port", metavar="N", type=port, default=8000, help="0: any that is free (default: 8000)")
     serve.add_argument(
         "--token-file", metavar="FILE",
@@ -197,6 +205,10 @@ def add_serve(add: Add) -> None:
     serve.add_argument(
         "--sync-host", metavar="HOST", default="127.0.0.1",
         help="this machine's address where trainers' weight syncs are taken (default: 127.0.0.1)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--boot-deadline", metavar="S", type=patience, default=300.0,
+        help="for a replica to load its model; one that takes longer is ended (default: 300)",
     )  # fmt: skip
     serve.add_argument("--max-prompt-tokens", metavar="N", type=count, help="of one prompt")
     serve.add_argument(

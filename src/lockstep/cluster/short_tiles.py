@@ -33,8 +33,8 @@ def _kinds(programs: Programs) -> list[int]:
     leaves: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
     for path, leaf in programs.leaves.items():
         if path.startswith("layers."):
-            _, number, name = path.split(".", 2)
-            leaves.setdefault(int(number), set()).add((name, leaf.shape))
+            _, layer, name = path.split(".", 2)
+            leaves.setdefault(int(layer), set()).add((name, leaf.shape))
     first: dict[frozenset[tuple[str, tuple[int, ...]]], int] = {}
     for number in sorted(leaves):
         first.setdefault(frozenset(leaves[number]), number)

@@ -25,10 +25,10 @@ def check_request(
 ) -> None:
     """CapacityError for a prompt that is too long or holds an unknown id; ConfigError for parameters without meaning.
     decodes: whether the engine can turn ids into text, which stop texts need."""
-    if params.max_new_tokens < 1 or not seeds:
+    if params.max_new_tokens < (0 if params.prompt_logprobs else 1) or not seeds:
         raise ConfigError(
             f"prompt {prompt.id!r}: {len(seeds)} samples of up to {params.max_new_tokens} tokens leave nothing to "
-            f"draw; ask for at least one sample (a seed each) and one new token"
+            f"draw; ask for at least one sample (a seed each) and one new token (none only with prompt_logprobs)"
         )
     if problems := params.problems(vocab_size):
         raise ConfigError(f"prompt {prompt.id!r}: {'; '.join(problems)}")

@@ -364,7 +364,7 @@ class Engine:
         require_finite(
             all(math.isfinite(d.logprob) for own in drawn for d in own), lane.version, self.programs.num.dtype
         )
-        self.stats.completion_tokens += sum(map(len, drawn))
+        self.stats.completion_tokens += sum(d.sequence.draws for own in drawn for d in own)
         return [s for shard, own in zip(self._shards, drawn, strict=True) for s in shard.record(own)]
 
     def _run_ahead(self, lane: Lane, work: list[Pass], steps: int) -> list[Sample]:

@@ -89,8 +89,8 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """CapacityError if the request could never run, however long it waited."""
-        assert request.seeds and request.params.max_new_tokens > 0, "nothing to draw: it would never finish"
         length, new, memory = len(request.prompt.ids), request.params.max_new_tokens, self.memory
+        assert request.seeds and (new or request.params.prompt_logprobs), "nothing to draw: it would never finish"
         if not length:
             raise CapacityError(f"prompt {request.prompt.id!r} has no tokens; a completion needs at least one to start")
         need = memory.prompt_pages(length) + memory.own_pages(length, new - 1)
@@ -307,6 +307,10 @@ class Scheduler:
         reached = accepted = 0
         for d in drawn:
             seq, got = d.sequence, new.setdefault(id(d.sequence), [])
+            if not seq.draws:  # what its prompt's last row drew has shown that the output is finite, and is no token
+                seq.finish = "length"
+                finished.append(seq)
+                continue
             if d.drafts:
                 # Good if the target drew all the drafts that it comes after. What follows a wrong one was never run.
                 self.num_drafted += 1
@@ -318,11 +322,7 @@ class Scheduler:
                 accepted += 1
                 seq.computed += 1
             got.append(d.token)
-            seq.tokens.append(d.token)
-            seq.logprobs.append(d.logprob)
-            seq.kept.append(d.kept)
-            if d.top is not None:
-                seq.top.append(d.top)
+            seq.take(d)
             seq.finish = finish_reason(seq.tokens, seq.group.request.params, self._decode)
             if seq.finish:
                 finished.append(seq)
@@ -344,7 +344,7 @@ class Scheduler:
         self.num_accepted += accepted
         self.payoff.judged(reached, accepted)
         for seq in self.running:
-            if id(seq) in new:
+            if new.get(id(seq)):
                 self.drafts.drawn(seq, len(seq.tokens) - len(new[id(seq)]))
                 self.memory.trim(seq)
 

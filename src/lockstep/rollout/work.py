@@ -88,9 +88,22 @@ class Sequence:
     saved: Any = None
 
     @property
+    def draws(self) -> bool:
+        """Whether tokens are wanted, not only the prompt's scores."""
+        return self.group.request.params.max_new_tokens > 0
+
+    @property
     def pending(self) -> int:
         """Tokens that still have to run; the last one's row is where the next token is drawn."""
         return len(self.tokens) - self.computed
+
+    def take(self, drawn: Drawn) -> None:
+        """One more token, with its record."""
+        self.tokens.append(drawn.token)
+        self.logprobs.append(drawn.logprob)
+        self.kept.append(drawn.kept)
+        if drawn.top is not None:
+            self.top.append(drawn.top)
 
     @property
     def ids(self) -> tuple[int, ...]:

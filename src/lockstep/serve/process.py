@@ -22,7 +22,7 @@ from lockstep.sync.channel import Channel, Listener, new_token
 from lockstep.sync.choice import Way
 from lockstep.sync.transport import Deadline
 
-START_S = 900.0  # a model may have to be fetched first
+BOOT_S = 300.0  # to load the model; the front has fetched it
 SILENT_S = 60.0  # without a sign of life, after which a replica counts as lost
 STOP_S = 20.0  # to stop of its own accord
 NO_STATUS = EngineStatus((), 0, 0, (0, 0, 0, 0), 0, 0.0)
@@ -72,11 +72,12 @@ class ProcessWorker:
         self._channels: list[Channel] = []
         self.limits: Ready | None = None
 
-    def ready(self, seconds: float = START_S) -> Ready:
-        """Wait until it can take weights. Raises ServiceError, with the process gone, if it cannot."""
+    def ready(self, seconds: float = BOOT_S) -> Ready:
+        """Wait until it can take weights, at most so long. Raises ServiceError, with the process gone, if it cannot, or
+        was killed meanwhile."""
         deadline = Deadline.after(seconds)
         try:
-            self._channels = self._meet(deadline)
+            self._channels = self._meet(deadline, seconds)
             self._events, self._commands = self._channels
             while True:
                 message = self._events.receive("to be ready", -1, deadline)
@@ -90,13 +91,22 @@ class ProcessWorker:
                         self.capacity = self.limits.capacity
                         return self.limits
         except SyncError as error:
+            ended = self._ended()
             self.kill()
-            raise ServiceError(f"replica {self.name} did not come up ({self._ended()}): {error}") from error
+            if not deadline.remaining():
+                raise self._too_late(seconds, ended) from error
+            raise ServiceError(f"replica {self.name} did not come up ({ended}): {error}") from error
         except BaseException:
             self.kill()
             raise
 
-    def _meet(self, deadline: Deadline) -> list[Channel]:
+    def _too_late(self, seconds: float, ended: str) -> ServiceError:
+        return ServiceError(
+            f"replica {self.name} was not ready within {seconds:g} s ({ended}), and was ended; if its model takes "
+            "longer to load, raise --boot-deadline"
+        )
+
+    def _meet(self, deadline: Deadline, seconds: float) -> list[Channel]:
         """Its two connections, events first, once both are there."""
         found: list[Channel] = []
         failed: list[SyncError] = []
@@ -117,6 +127,8 @@ class ProcessWorker:
         if len(found) < 2:
             for channel in found:
                 channel.close()
+            if not failed and not deadline.remaining():
+                raise self._too_late(seconds, self._ended())
             why = failed[0] if failed else self._ended()
             raise ServiceError(f"replica {self.name} did not connect: {why}; its messages are above")
         return sorted(found, key=lambda channel: channel.there.endswith("commands"))
@@ -171,6 +183,10 @@ class ProcessWorker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S if self._threads else 0)
         self.kill()
+
+    def end(self) -> None:
+        """End the process, from any thread: whoever waits in `ready` hears of it, and clears up."""
+        self._process.kill()
 
     def kill(self) -> None:
         """At once, with everything that belongs to it."""

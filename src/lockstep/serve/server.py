@@ -12,15 +12,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, ServiceError
 from lockstep.serve.folder import SocketFolder
 from lockstep.serve.hosts import AllowedHosts
-from lockstep.serve.process import ProcessWorker
+from lockstep.serve.process import BOOT_S, ProcessWorker
 from lockstep.serve.relay import RelayedReplica, RelayTransport
 from lockstep.serve.role import Served, load_served
 from lockstep.serve.sources import Sources
@@ -81,7 +81,8 @@ class Server:
     versions from. sync_token: the secret of trainers that sync by themselves (default: a new one, which nobody knows).
     sync_host: this machine's address where their connections are taken. transport: which way weights go to the
     replicas, from here and from trainers. transport_dir: of `files`: a folder that this machine and the trainers' see.
-    offers_from: hosts that `stage` may pull offers from. environments: per replica, beside this process's environment
+    offers_from: hosts that `stage` may pull offers from. boot_s: seconds that a replica may take to load its model.
+    environments: per replica, beside this process's environment
     (`devices.replica_environments`: which devices it may use). say: told what takes long, and what is lost.
 
     Raises ConfigError for options that do not go together.
@@ -102,6 +103,7 @@ class Server:
         transport: TransportName = "shared_memory",
         transport_dir: Path | None = None,
         offers_from: Sequence[str] = (),
+        boot_s: float = BOOT_S,
         environments: Callable[[int], Mapping[str, str]] = lambda number: {},
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -110,24 +112,23 @@ class Server:
         self.spec, self._say = spec, say or (lambda line: None)
         self._transport, self._transport_dir = transport, transport_dir
         self._sync_token, self._sync_host = sync_token or new_token(), sync_host
-        self._environments = environments
+        self._environments, self._boot_s = environments, boot_s
         self.served: Served = load_served(spec, self._say)
         self.service = RolloutService(update=update, flips=flips, max_waiting=max_waiting, ledger=ledger)
         self._folder = SocketFolder()
         self._replicas: dict[str, _Replica] = {}
+        self._spawning: set[ProcessWorker] = set()  # processes that are not ready yet
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self.versions = Versions(self.served, self.service, self._routes, Sources(self.served, weights_dir, hosts))
         try:
-            names = [f"rollout-{number}" for number in range(replicas)]
-            with ThreadPoolExecutor(replicas) as pool:
-                for made in [pool.submit(self._bring_up, name) for name in names]:
-                    made.result()
+            # From the first moment on: one that is lost before the first version is out is started again, too.
+            self.service.on_lost(self._lost, brings=self.versions.holds)
+            self._bring_all_up([f"rollout-{number}" for number in range(replicas)])
             self.policy: PolicyVersion = self.versions.publish_first()
         except BaseException:
             self.close(0.0)
             raise
-        self.service.on_lost(self._lost)
 
     def _routes(self) -> list[Route]:
         status = self.service.status()
@@ -137,33 +138,64 @@ class Server:
     # -- replicas ----------------------------------------------------------------------------------------------------
 
     def _spawn(self, name: str) -> ProcessWorker:
-        worker = ProcessWorker(
-            name,
-            self.spec,
-            self._folder.path,
-            way=self._way(name),
-            host=self._sync_host,
-            environment=self._environments(int(name.rpartition("-")[2])),
-            say=self._say,
-        )
-        worker.ready()
+        """A process that is ready. Raises ServiceError if it cannot be, or the server is closed meanwhile."""
+        with self._lock:
+            if self._closing.is_set():
+                raise ServiceError(f"replica {name} is not started: the server is closing")
+            worker = ProcessWorker(
+                name,
+                self.spec,
+                self._folder.path,
+                way=self._way(name),
+                host=self._sync_host,
+                environment=self._environments(int(name.rpartition("-")[2])),
+                say=self._say,
+            )
+            self._spawning.add(worker)
+        try:
+            worker.ready(self._boot_s)
+        finally:
+            with self._lock:
+                self._spawning.discard(worker)
         return worker
+
+    def _stop_spawning(self) -> None:
+        """Nothing is started any more, and what is being started is ended."""
+        with self._lock:
+            self._closing.set()
+            spawning = list(self._spawning)
+        for worker in spawning:
+            worker.end()
+
+    def _bring_all_up(self, names: list[str]) -> None:
+        """All at once. Where one cannot be brought up, the others are not waited for."""
+        with ThreadPoolExecutor(len(names)) as pool:
+            try:
+                for made in as_completed([pool.submit(self._bring_up, name) for name in names]):
+                    made.result()
+            except BaseException:
+                self._stop_spawning()
+                raise
 
     def _bring_up(self, name: str) -> None:
         """Start a replica for the first time."""
         worker = self._spawn(name)
-        transport = RelayTransport(self._way(name).make(f"front_{name}", self._sync_host))
-        remote = RemoteReplica(name, worker.sync_address, worker.sync_token, transport, source="the front")
-        relayed = RelayedReplica(remote, self.service)
-        server = ReplicaServer(
-            relayed,
-            transport,
-            None,
-            f"{self._sync_host}:0",
-            self._sync_token,
-            allow_remote=not is_loopback(self._sync_host),
-            on_trainer=lambda: relayed.inner.start_anew(),
-        ).start()
+        try:
+            transport = RelayTransport(self._way(name).make(f"front_{name}", self._sync_host))
+            remote = RemoteReplica(name, worker.sync_address, worker.sync_token, transport, source="the front")
+            relayed = RelayedReplica(remote, self.service)
+            server = ReplicaServer(
+                relayed,
+                transport,
+                None,
+                f"{self._sync_host}:0",
+                self._sync_token,
+                allow_remote=not is_loopback(self._sync_host),
+                on_trainer=lambda: relayed.inner.start_anew(),
+            ).start()
+        except BaseException:  # an address that cannot be listened at, say: nobody else knows of the process
+            worker.kill()
+            raise
         self._replicas[name] = _Replica(worker, relayed, self._route(relayed), server)
         self._join(self._replicas[name])
 
@@ -221,7 +253,7 @@ class Server:
             self._say(f"{name} cannot be brought to what is served: {error}")
             worker.kill()  # and is heard of as lost
             return
-        self._say(f"{name} is back" + (f", serving {policy}" if policy else "; the trainer's next version comes to it"))
+        self._say(f"{name} is back" + (f", serving {policy}" if policy else "; the next version comes to it"))
         settled = threading.Timer(SERVED_S, self._settled, (one, worker))
         settled.daemon = True
         settled.start()
@@ -248,9 +280,8 @@ class Server:
         return self.versions.abort_version(number)
 
     def close(self, deadline_s: float) -> dict[Outcome, list[str]]:
-        """As `RolloutService.close`; the processes are gone when it returns."""
-        with self._lock:
-            self._closing.set()
+        """As `RolloutService.close`; the processes are gone when it returns, also those that were being started."""
+        self._stop_spawning()
         ends = self.service.close(deadline_s)
         for one in self._replicas.values():
             one.server.close()

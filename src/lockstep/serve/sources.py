@@ -86,6 +86,8 @@ class Sources:
     def _check_files(self, folder: Path) -> None:
         """A folder inside may still hold links to what is outside, or something that is read for ever."""
         assert self._root is not None
+        if not folder.is_dir():
+            raise SyncError(f"sync: {folder.name!r} is no folder in --weights-dir; write the version there first")
         for path in folder.iterdir():
             real = path.resolve()
             if not real.is_relative_to(self._root):

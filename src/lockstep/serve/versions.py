@@ -71,17 +71,21 @@ class Versions:
 
     def publish_first(self) -> PolicyVersion:
         """The weights to begin with, as version 0."""
-        policy = self._sync(self._routes()).push(0, self._current[1]).policy
-        self._current = (policy, self._current[1])
-        return policy
+        tree = self._current[1]
+        receipt = self._sync(self._routes()).push(0, tree)
+        self._follow(receipt, tree)
+        return receipt.policy
+
+    def holds(self, policy: PolicyVersion) -> bool:
+        """Whether this version came from here, and can be brought to a replica again."""
+        return self._current[0] == policy
 
     def catch_up(self, route: Route) -> PolicyVersion | None:
-        """Bring a replica that was started again to what is served, if that came from here; else the trainer's next
-        version will."""
+        """Bring a replica that was started again to what was published last, if that came from here; else it waits for
+        the trainer's next version: nothing older is served in its place."""
         with self._following:
             policy, tree = self._current
-            serving = self._service.status().published
-            if policy is None or (serving is not None and serving != policy):
+            if policy is None or self._service.latest not in (None, policy):
                 return None
             return self._sync([route]).push(policy.number, tree).policy
 
@@ -103,12 +107,14 @@ class Versions:
 
     def stage(self, source: Source, number: int) -> dict[str, Any]:
         """As `Controls.stage`."""
-        serving = self._service.status().published
+        serving = self._service.latest
         with self._lock:
             if self._held is not None and not self._held.over.is_set():
                 raise SyncError(f"sync: version {self._held.number} is staged already; commit it or abort it first")
             if serving is not None and number <= serving.number:
-                raise SyncError(f"sync: version {number} is out of order; {serving} is served, use a higher number")
+                raise SyncError(
+                    f"sync: version {number} is out of order; {serving} was published last, use a higher number"
+                )
             held = self._held = _Held(number)
         try:
             tree = self._place(self._sources.load(source))
@@ -127,7 +133,7 @@ class Versions:
         """As `Controls.commit`. policy: from now on."""
         held = self._decide(number, "commit")
         if policy is not None:
-            self._service.protocol.update = policy
+            self._service.update_by(policy)
         held.told.set()
         held.over.wait()
         if held.error is not None:

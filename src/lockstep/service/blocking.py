@@ -36,10 +36,10 @@ def run_all(rollouts: Rollouts, requests: Iterable[RolloutRequest]) -> list[Ende
 def score(
     rollouts: Rollouts, sequences: Iterable[Iterable[int]], temperature: float
 ) -> list[tuple[PolicyVersion, list[float]]]:
-    """As `Rollouts.score`, by requests that ask for the prompt's log-probabilities and draw one token, which is not
-    used. Each sequence is a request of its own: a flip may come between two of them."""
+    """As `Rollouts.score`, by requests that ask for the prompt's log-probabilities and no new token. Each sequence is a
+    request of its own: a flip may come between two of them."""
     call = f"score-{secrets.token_hex(8)}"
-    params = SamplingParams(temperature, 1, frozenset(), prompt_logprobs=True)
+    params = SamplingParams(temperature, 0, frozenset(), prompt_logprobs=True)
     made = [RolloutRequest(Prompt(f"{call}/{i}", "", tuple(ids)), (0,), params) for i, ids in enumerate(sequences)]
     found = []
     for request, end in zip(made, run_all(rollouts, made), strict=True):

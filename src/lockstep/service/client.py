@@ -18,6 +18,7 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from lockstep.errors import ConfigError, DataError, LockstepError, ServiceError
+from lockstep.service import record
 from lockstep.service.controls import Source
 from lockstep.service.http import wire
 from lockstep.service.http.errors import lockstep_error
@@ -137,7 +138,7 @@ class RemoteRollouts:
         answer = self._ask(
             "/v1/rl/score", {"sequences": [list(s) for s in sequences], "temperature": temperature}, True
         )
-        return [(PolicyVersion(**r["policy"]), wire.floats(r["logprobs"]).tolist()) for r in answer["results"]]
+        return [(PolicyVersion(**r["policy"]), record.floats(r["logprobs"]).tolist()) for r in answer["results"]]
 
     def status(self) -> ServiceStatus:
         return wire.STATUS.validate_python(self._ask("/v1/rl/status", None, True))

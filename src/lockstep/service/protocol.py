@@ -31,6 +31,7 @@ class Protocol:
         self.pins: dict[str, Pin] = {}
         self.paused: str | None = None
         self.closing = False
+        self.latest: PolicyVersion | None = None  # published last: while no replica serves it, nothing is sent
         self.redispatched = 0
         self.attempts = 0  # at staging
         self._order = 0
@@ -284,6 +285,8 @@ class Protocol:
         alive = [r for r in self.replicas.values() if r.alive]
         if not alive:
             return "no replica is alive"
+        if self.latest is not None and not self.served(self.latest):
+            return f"a replica that serves {self.latest} again: it was served last, and an older one will not do"
         if not any(self._may_run(r, state, pin) for r in alive):
             serving = ", ".join(f"{r.name}: {r.active or 'nothing yet'}" for r in alive)
             if pin.policy is not None:
@@ -297,6 +300,8 @@ class Protocol:
         active = replica.active
         if not replica.accepting or active is None or active.number < state.request.min_version:
             return False
+        if self.latest is not None and not self.served(self.latest):
+            return False
         return pin.policy is None or active == pin.policy
 
     def _has_room(self, replica: ReplicaState, samples: int) -> bool:
@@ -306,7 +311,7 @@ class Protocol:
         """How a request ends that would wait for ever."""
         if pin.policy is None:
             return None
-        if not self._served(pin.policy):
+        if not self.served(pin.policy):
             outcome: Outcome = "aborted" if self.update == "abort" else "failed"
             return outcome, f"version {pin.policy}, which its group began under, is served no more"
         if pin.settled and pin.policy.number < state.request.min_version:
@@ -314,7 +319,8 @@ class Protocol:
             return "failed", why
         return None
 
-    def _served(self, policy: PolicyVersion) -> bool:
+    def served(self, policy: PolicyVersion) -> bool:
+        """Whether a replica that is alive serves it."""
         return any(r.alive and r.active == policy for r in self.replicas.values())
 
     def _send(self, state: RequestState, pin: Pin, replica: ReplicaState) -> Send:

@@ -240,7 +240,9 @@ class ReplicaStatus:
 @dataclass(frozen=True)
 class ServiceStatus:
     """published: the newest version that a replica serves. waiting, running: requests. ended: totals by outcome;
-    reasons: of those that did not finish, how often. waiting_for: what the oldest waiting request waits for."""
+    reasons: of those that did not finish, how often. waiting_for: what the oldest waiting request waits for. retired:
+    the last versions let go; freed: of all since the start, how many `versions`, `weight_bytes`, `pages`. lost: the
+    version published last, where nobody has it any more; until another is published, requests are refused."""
 
     published: PolicyVersion | None
     paused: bool
@@ -253,4 +255,6 @@ class ServiceStatus:
     waiting_for: str
     replicas: tuple[ReplicaStatus, ...]
     retired: tuple[Retired, ...] = ()
+    freed: dict[str, int] = field(default_factory=dict)
+    lost: PolicyVersion | None = None
     details: dict[str, Any] = field(default_factory=dict)

@@ -17,13 +17,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
-from typing import Protocol as Interface
 
 from lockstep.errors import ServiceError
 from lockstep.service.blocking import score
+from lockstep.service.clients import Client, Ledger
+from lockstep.service.latest import Latest, lost_words
 from lockstep.service.protocol import Protocol
 from lockstep.service.requests import (
     Cancelled,
@@ -56,27 +57,6 @@ LOG = logging.getLogger("lockstep.service")
 TICK_S = 0.25  # how late a request that waited too long may be told so
 
 
-class Ledger(Interface):
-    """What was admitted and how it ended, kept beyond this process (`journal.Journal`)."""
-
-    def admitted(self, request: RolloutRequest) -> None: ...
-
-    def ended(self, request_id: str, end: Ended) -> None: ...
-
-
-@dataclass
-class _Client:
-    """Who asked for a request. shown: the tokens that it was shown, by sample. came: how many of them the replica that
-    runs it now has drawn again. since, started: when it was admitted and sent (seconds of the monotonic clock)."""
-
-    request: RolloutRequest
-    on_event: OnEvent
-    since: float
-    started: float | None = None
-    shown: dict[int, list[int]] = field(default_factory=dict)
-    came: dict[int, int] = field(default_factory=dict)
-
-
 class RolloutService:
     """Implements `requests.Rollouts`.
 
@@ -94,11 +74,12 @@ class RolloutService:
         ledger: Ledger | None = None,
     ) -> None:
         self.protocol = Protocol(update=update, max_waiting=max_waiting)
+        self._latest = Latest(self.protocol)
         self.flips = flips
         self.workers: dict[str, Worker] = {}
         self.ledger = ledger
         self.syncs: dict[str, SyncAt] = {}  # replica -> where its sync listens, for the status
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, Client] = {}
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._flipping: str | None = None  # the replica whose turn it is
@@ -117,15 +98,18 @@ class RolloutService:
         """Take a worker in. shards: parts of a version that its replica verifies. active: what it serves already.
         Raises ServiceError for a name that is in use."""
         with self._lock:
+            self.protocol.latest = self.protocol.latest or active
             effects = self.protocol.join(worker.name, worker.capacity, shards, active)
             self.workers[worker.name] = worker
             self._abandoned.discard(worker.name)
             worker.start(partial(self._hear, worker))
             self._apply(effects)
 
-    def on_lost(self, call: Callable[[str, str], None]) -> None:
-        """Have `call(replica, reason)` called, in a thread of the service, when a replica is lost."""
+    def on_lost(self, call: Callable[[str, str], None], brings: Callable[[PolicyVersion], bool]) -> None:
+        """Have `call(replica, reason)` called, in a thread of the service, when a replica is lost: it is to start it
+        again. brings: whether it then brings this version to it; called under the service's lock."""
         self._on_lost.append(call)
+        self._latest.brings = brings
 
     def lose(self, name: str, reason: str) -> None:
         """Give a replica up. What it ran runs again elsewhere."""
@@ -161,9 +145,11 @@ class RolloutService:
             if workers:
                 workers[0].check(request)
             self.protocol.require_admissible(request)
+            if (lost := self._latest.lost) is not None:
+                raise ServiceError(f"request {request.id!r}: {lost_words(lost)}")
             if self.ledger is not None:
                 self.ledger.admitted(request)
-            self._clients[request.id] = _Client(request, on_event, time.monotonic())
+            self._clients[request.id] = Client(request, on_event, time.monotonic())
             self._apply(self.protocol.admit(request))
 
     def cancel(self, request_id: str, reason: str = "cancelled by the client") -> None:
@@ -183,10 +169,21 @@ class RolloutService:
         with self._lock:
             self._apply(self.protocol.resume())
 
+    def update_by(self, policy: UpdatePolicy) -> None:
+        """What happens to requests under way at a flip, from the next one on."""
+        with self._lock:
+            self.protocol.update = policy
+
+    @property
+    def latest(self) -> PolicyVersion | None:
+        """What was published last, whether or not a replica still serves it."""
+        with self._lock:
+            return self.protocol.latest
+
     def status(self) -> ServiceStatus:
         with self._lock:
             engines = {name: w for name, w in self.workers.items() if self.protocol.replicas[name].alive}
-            made = describe(self.protocol, self.syncs, self._totals)
+            made = describe(self.protocol, self.syncs, self._totals, self._latest.lost)
         return with_engines(made, engines)
 
     def wait_idle(self, seconds: float) -> bool:
@@ -255,6 +252,7 @@ class RolloutService:
     def serves(self, name: str, active: PolicyVersion | None) -> None:
         """A replica says what it serves."""
         with self._lock:
+            self._latest.takes_over(name, active)
             self._apply(self.protocol.serves(name, active))
 
     def staging(self, name: str, policy: PolicyVersion) -> int:
@@ -290,7 +288,7 @@ class RolloutService:
                 case Refused(request_id, reason):
                     self._apply(protocol.refused(name, request_id, reason))
                 case Retired():
-                    self._totals.retired.append(event)
+                    self._totals.retire(event)
                 case Lost(reason):
                     if protocol.replicas[name].alive:
                         LOG.warning("replica %s is lost: %s", name, reason)
@@ -348,7 +346,7 @@ class RolloutService:
         self, effects: list[Effect], trajectories: tuple[Trajectory, ...] = (), about: str | None = None
     ) -> None:
         """Carry out, in order. trajectories: of the request `about`, should this be its end."""
-        for effect in effects:
+        for effect in [*effects, *self._latest.ends()]:
             if isinstance(effect, Send):
                 client = self._clients[effect.request.id]
                 client.started, client.came = time.monotonic(), {}
@@ -372,7 +370,7 @@ class RolloutService:
             self.ledger.ended(effect.request_id, end)
         self._tell(client, end)
 
-    def _tell(self, client: _Client, event: Started | Tokens | Ended) -> None:
+    def _tell(self, client: Client, event: Started | Tokens | Ended) -> None:
         try:
             client.on_event(event)
         except Exception:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from lockstep.service.protocol import Protocol
 from lockstep.service.requests import Outcome, ReplicaStatus, Retired, ServiceStatus, Worker
 from lockstep.service.state import End
+from lockstep.types import PolicyVersion
 
 RETIRED_KEPT = 64
 REASONS_KEPT = 64
@@ -18,11 +19,13 @@ OTHER = "other reasons"
 @dataclass(frozen=True)
 class Totals:
     """Since the start. ended: requests by outcome. reasons: of those that did not finish, how often; clients have words
-    of their own, so only the first REASONS_KEPT different ones are told apart. retired: the last versions let go."""
+    of their own, so only the first REASONS_KEPT different ones are told apart. retired: the last versions let go, and
+    what all of them freed."""
 
     ended: Counter[Outcome] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     retired: deque[Retired] = field(default_factory=lambda: deque(maxlen=RETIRED_KEPT))
+    freed: Counter[str] = field(default_factory=lambda: Counter(versions=0, weight_bytes=0, pages=0))
 
     def count(self, end: End) -> None:
         self.ended[end.outcome] += 1
@@ -30,6 +33,10 @@ class Totals:
             reason = end.reason.split(":")[0][:80]
             known = reason in self.reasons or len(self.reasons) < REASONS_KEPT
             self.reasons[reason if known else OTHER] += 1
+
+    def retire(self, event: Retired) -> None:
+        self.retired.append(event)
+        self.freed.update(versions=1, weight_bytes=event.weight_bytes, pages=event.pages)
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,10 @@ class SyncAt:
     folder: str = ""
 
 
-def describe(protocol: Protocol, syncs: Mapping[str, SyncAt], totals: Totals) -> ServiceStatus:
-    """The protocol's state now, without the engines'. Under the service's lock."""
+def describe(
+    protocol: Protocol, syncs: Mapping[str, SyncAt], totals: Totals, lost: PolicyVersion | None
+) -> ServiceStatus:
+    """The protocol's state now, without the engines'. lost: as `ServiceStatus.lost`. Under the service's lock."""
     waiting = protocol.waiting
     replicas = tuple(
         ReplicaStatus(
@@ -74,6 +83,8 @@ def describe(protocol: Protocol, syncs: Mapping[str, SyncAt], totals: Totals) ->
         waiting_for=protocol.why_waiting(waiting[0]) if waiting else "",
         replicas=replicas,
         retired=tuple(totals.retired),
+        freed=dict(totals.freed),
+        lost=lost,
     )
 
 

@@ -82,6 +82,7 @@ class FakeService:
         self.ends: dict[Outcome, list[str]] = {}
         self.reasons: dict[str, int] = {}
         self.fail_with: str | None = None
+        self.lost: PolicyVersion | None = None
         self.before_token: Callable[[RolloutRequest, int, int], None] | None = None
         self._pool = ThreadPoolExecutor(threads, "fake")
 
@@ -125,7 +126,7 @@ class FakeService:
             replica = ReplicaStatus("replica/0", True, self.version, staged, None, True, running, engine)
             return ServiceStatus(
                 self.version, self.paused.is_set(), self.closing, 0, running, dict(self.ended), dict(self.reasons), 0,
-                "", (replica,),
+                "", (replica,), freed={"versions": 2, "weight_bytes": 4096, "pages": 5}, lost=self.lost,
             )  # fmt: skip
 
     # -- Controls
@@ -207,6 +208,9 @@ class FakeService:
         reason: FinishReason = "abort"
         while under.cancelled is None:
             at = len(ids)
+            if at >= params.max_new_tokens:
+                reason = "length"
+                break
             if self.before_token is not None:
                 self.before_token(request, index, at)
             if self.version != version:
@@ -225,9 +229,6 @@ class FakeService:
             text = self.decode(ids) if self.decode and params.stop_strings else ""
             if token in params.stop_ids or any(s in text for s in params.stop_strings):
                 reason = "stop"
-                break
-            if len(ids) >= params.max_new_tokens:
-                reason = "length"
                 break
         return self._trajectory(request, version, index, ids, scores, reason)
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from lockstep.service.client import RemoteRollouts
 from lockstep.service.controls import Source
 from lockstep.service.http import wire
 from lockstep.service.http.settings import AccessTokens, Limits
+from lockstep.service.journal import Journal
 from lockstep.service.requests import ClientEvent, Ended, RolloutRequest, Rollouts, Started, Tokens
 from lockstep.types import Prompt, SamplingParams, Trajectory
 
@@ -156,6 +158,9 @@ def test_refusals_are_the_same_errors(start: Start) -> None:
     with start(FakeService(max_waiting=1, max_positions=20)) as server, RemoteRollouts(server.url) as client:
         with pytest.raises(CapacityError, match="positions"):
             client.submit(request(params=replace(PARAMS, max_new_tokens=50)), Heard())
+        for rollouts in (server.service, client):  # one rule on both sides
+            with pytest.raises(ConfigError, match=r"temperature 0\.0005 is below 0\.001"):
+                rollouts.submit(request(params=replace(PARAMS, temperature=5e-4)), Heard())
         with pytest.raises(ConfigError, match="262"):
             client.submit(request(params=replace(PARAMS, logit_bias=((262, 1.0),))), Heard())
         hold = threading.Event()
@@ -369,6 +374,33 @@ def test_a_key_under_way_can_be_used_later(start: Start) -> None:
         server.service.fail_with = None
         again = server.http().post("/v1/completions", json={"prompt": "a"}, headers={"idempotency-key": "k3"})
         assert (failed.status_code, again.status_code) == (503, 200), "what failed may be tried again"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/rl/generate"])
+def test_an_answer_that_cannot_be_kept_is_not_given(start: Start, tmp_path: Path, path: str) -> None:
+    """Its key is free again: made again once there is room, the request gets its answer, and keeps it."""
+
+    class Full(Journal):
+        room = False
+
+        def _write(self, line: str) -> None:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            super()._write(line)
+
+    body = {"prompt": "abc"} if "completions" in path else {"prompt_ids": [1, 2], "seeds": [3], "max_new_tokens": 4}
+    journal = Full(tmp_path / "journal", say=lambda line: None)
+    with start() as server:
+        server.surface.replay = journal
+        post = partial(server.http().post, path, json=body | {"seed": 1} if "prompt" in body else body)
+        for _ in range(2):
+            failed = post(headers={"idempotency-key": "k"})
+            assert failed.status_code == 503 and "No space left on device" in failed.json()["error"]["message"]
+        journal.room = True
+        kept, again = (post(headers={"idempotency-key": "k"}) for _ in range(2))
+        assert kept.status_code == 200 and kept.content == again.content
+        assert "idempotent-replayed" not in kept.headers and again.headers["idempotent-replayed"] == "true"
+    journal.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -383,11 +383,26 @@ def test_staged_files_are_inside_the_folder(start: Start, tmp_path: Path) -> Non
 
         assert stage("v2") == stage(str(inside / "v2")) == stage("x/../v2" if (inside / "x").exists() else "v2") == 200
         assert [s.place for s in server.service.sources] == [str(inside / "v2")] * 3
-        for place in ("../weights-other/v2", str(outside / "v2"), "link/v2", "/", "..", "loop", "file", "none", "a\0b"):
+        out = ["../weights-other/v2", str(outside / "v2"), "link/v2", "link/none", "../none"]
+        out += ["/", "..", ".", "loop", "a\0b"]
+        for place in out:
             assert stage(place) == 403, place
+        for place, status, said in (
+            (
+                "v22",
+                404,
+                "no folder 'v22' in the server's --weights-dir; write the version there first; did you mean 'v2'?",
+            ),
+            ("v2/none", 404, "no folder 'v2/none'"),
+            ("file", 400, "'file' of the server's --weights-dir is a file"),
+        ):
+            request = {"source": {"kind": "files", "place": place}, "number": 2}
+            answer = server.http().post("/v1/rl/versions/stage", json=request)
+            assert answer.status_code == status and said in answer.json()["error"]["message"]
+            assert str(tmp_path) not in answer.text, "nothing is said of where the folder lies"
         assert stage("segment_1", "shared_memory") == 200
-        for place in ("../x", "/x"):
-            assert stage(place, "shared_memory") == 400
+        for place, kind in (("../x", "shared_memory"), ("/x", "shared_memory")):
+            assert stage(place, kind) == 400
     with start() as server:
         answer = server.http().post(
             "/v1/rl/versions/stage", json={"source": {"kind": "files", "place": "/"}, "number": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ import openai
 import pytest
 
 from lockstep.cli import main
-from lockstep.errors import SyncError
+from lockstep.cli.serve import _limits
+from lockstep.errors import ConfigError, SyncError
 from lockstep.models.hf import load_folder, save_folder
 from lockstep.service.blocking import run_all
 from lockstep.service.client import RemoteRollouts
@@ -65,6 +67,7 @@ def served(tiny_folder: Path, weights_dir: Path) -> Iterator[Served]:
     assert process.stdout is not None
     said = [process.stdout.readline()]
     assert said[0].startswith("listening on http://127.0.0.1:"), said
+    said += [process.stdout.readline() for _ in range(3)]
     yield Served(process, said[0].split()[-1], said)
     process.kill()
     process.wait()
@@ -72,6 +75,32 @@ def served(tiny_folder: Path, weights_dir: Path) -> Iterator[Served]:
 
 
 PARAMS = SamplingParams(0.8, 12, frozenset(), top_k=50)
+
+
+def test_the_limits_that_are_said_are_those_that_hold(served: Served) -> None:
+    assert served.said[2].startswith("limits: 96 positions, 96 prompt tokens, "), served.said
+    with served.openai() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt=[5] * 97, max_tokens=1)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_limit_that_cannot_hold_is_said() -> None:
+    given = argparse.Namespace(max_prompt_tokens=97, max_concurrency=None, queue_s=None)
+    with pytest.raises(ConfigError, match="97 is more than the 96 positions"):
+        _limits(given, 96)
+    given.max_prompt_tokens = 9
+    assert _limits(given, 96).prompt_tokens == 9
+
+
+def test_a_sequence_that_fills_every_position_is_scored(served: Served) -> None:
+    """Over the RL verb and as OpenAI's echo; scored as without its last token, as far as that goes."""
+    ids = [int(i) for i in np.random.default_rng(3).integers(3, 250, 96)]
+    with RemoteRollouts(served.url, INFERENCE) as client, served.openai() as other:
+        (_, whole), (_, part) = client.score([ids, ids[:-1]], 1.0)
+        assert len(whole) == 96 and whole[1:95] == part[1:] and np.isfinite(whole[95])
+        echo = other.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=0)
+        assert echo.usage is not None and echo.usage.completion_tokens == 0
+        assert echo.choices[0].logprobs is not None and echo.choices[0].logprobs.token_logprobs == [None, *whole[1:]]
 
 
 def test_the_record_is_the_score_bit_for_bit_across_a_version(served: Served) -> None:
@@ -159,6 +188,7 @@ def test_it_finishes_what_is_in_flight_and_says_so(served: Served) -> None:
     ("words", "said"),
     [
         (["m", "--host", "0.0.0.0"], "--token-file"),
+        (["m", "--port", "99999"], "port 99999: expected 0 (any that is free) to 65535"),
         (["m", "--weights-dir", "/nowhere/at/all"], "is not a folder"),
         (["m", "--token-file", "/nowhere/at/all"], "/nowhere/at/all"),
         (["/nowhere/at/all", "--port", "0"], "/nowhere/at/all"),

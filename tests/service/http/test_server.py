@@ -48,8 +48,29 @@ def test_figures_for_prometheus(start: Start) -> None:
             'lockstep_requests_ended_total{outcome="finished"} 1.0',
             "lockstep_published_version 1.0",
             'lockstep_replica_pages{replica="replica/0",state="total"} 15.0',
+            "lockstep_retired_versions_total 2.0",
+            "lockstep_retired_weight_bytes_total 4096.0",
+            "lockstep_retired_pages_total 5.0",
+            "lockstep_lost_version -1.0",
         ):
             assert line in lines, line
+        names = {line.split("{")[0].split()[0] for line in lines if not line.startswith("#")}
+        assert all(name.startswith("lockstep_") and not name.endswith("_created") for name in names)
+        assert "_created" not in answer.text
+
+
+def test_a_lost_version_is_not_ready_and_is_named(start: Start) -> None:
+    with start() as server:
+        server.service.lost = version_of(7)
+        answer = server.http().get("/ready")
+        assert answer.status_code == 503 and str(version_of(7)) in answer.json()["error"]["message"]
+        assert "lockstep_lost_version 7.0" in server.http().get("/metrics").text.splitlines()
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_is_none_is_not_taken_for_another(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"port {port}: expected 0 .* to 65535"):
+        bind("127.0.0.1", port).close()
 
 
 def test_unknown_paths_and_methods(server: Running) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pydantic_core import to_json
 
 from lockstep.errors import LockstepError, ServiceError
-from lockstep.service.http import wire
+from lockstep.service import record
 from lockstep.service.http.choices import Choice, Entry
 from lockstep.service.http.errors import HttpError, http_error
 from lockstep.service.http.exchange import Exchange, policy_headers
@@ -145,7 +145,7 @@ class Call:
         }
         made = [c.trajectory for c in choices if c.trajectory is not None]
         if made:
-            found["fingerprint"] = wire.fingerprint(made[0].fingerprint)
+            found["fingerprint"] = record.fingerprint(made[0].fingerprint)
             found["seeds"] = [t.seed for t in made]
         return found
 

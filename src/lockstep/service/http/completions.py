@@ -78,7 +78,7 @@ def prepare(surface: Surface, body: CompletionRequest, exchange: Exchange) -> Ca
         prompts = [(text or served.tokenizer.decode(ids), ids) for text, ids in prompts]
     scored = bool(body.echo) and body.logprobs is not None
     params = openai_params(
-        body, max(1, max_tokens), served, limits, top_logprobs=body.logprobs or 0, prompt_logprobs=scored
+        body, max_tokens, served, limits, top_logprobs=body.logprobs or 0, prompt_logprobs=scored or not max_tokens
     )
     seed = request_seed(body.seed, exchange.key)
     requests = [

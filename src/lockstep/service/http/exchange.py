@@ -89,6 +89,8 @@ class Exchange:
         self._recorded = None
 
     async def reply(self, stored: Stored, headers: Mapping[str, str] | None = None) -> None:
+        # Handed over before anything is sent: where it cannot be kept, the error is still an answer of its own.
+        self._hand_over(stored)
         await self.start(stored.status, stored.media, dict(stored.headers) | dict(headers or {}), len(stored.body))
         await self.end(stored.body)
 
@@ -121,12 +123,16 @@ class Exchange:
         await self._put({"type": "http.response.body", "body": data, "more_body": more})
 
     async def end(self, data: bytes = b"") -> None:
-        if self._recorded is not None and self.status == 200 and len(data) <= self._room:
+        if self._recorded is not None:
             body = b"".join([*self._recorded, data])
-            assert self._on_answer is not None
-            self._on_answer(Stored(self.status, self._media, self._kept_headers, body))
-        self._recorded = None
+            self._hand_over(Stored(self.status, self._media, self._kept_headers, body))
         await self.write(data, more=False)
+
+    def _hand_over(self, answer: Stored) -> None:
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None and answer.status == 200 and len(answer.body) <= MOST_RECORDED:
+            assert self._on_answer is not None
+            self._on_answer(answer)
 
     def abort(self) -> None:
         """Break the connection off, what is still to be read with it: the answer cannot be taken for a whole one."""

@@ -138,7 +138,9 @@ class Sampling(Body):
     """Every field of `SamplingParams`, by its own name."""
 
     temperature: Temperature = 1.0
-    max_new_tokens: Count
+    max_new_tokens: Annotated[
+        StrictInt, Field(ge=0, le=MAX_INT32, description="0 only with prompt_logprobs: the prompt is scored")
+    ]
     stop_ids: list[TokenId] | None = Field(None, description="default: the model's end tokens; [] for none")
     stop_strings: list[StrictStr] = []
     min_new_tokens: CountOrNone = 0
@@ -180,7 +182,7 @@ class ScoreRequest(Body):
     """POST /v1/rl/score"""
 
     sequences: Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-    temperature: Annotated[float, real(0.001, 100)] = 1.0
+    temperature: Temperature = 1.0
 
 
 class SourceField(Body):

@@ -9,6 +9,7 @@ from lockstep.service.http.errors import HttpError
 from lockstep.service.http.exchange import Exchange
 from lockstep.service.http.metrics import MEDIA
 from lockstep.service.http.surface import Surface
+from lockstep.service.latest import lost_words
 from lockstep.service.requests import ServiceStatus
 
 
@@ -51,6 +52,8 @@ async def ready(surface: Surface, body: None, exchange: Exchange) -> None:
         why = "the server is closing"
     elif status.paused:
         why = "the service is paused"
+    elif status.lost is not None:
+        why = lost_words(status.lost)
     elif not any(r.alive and r.accepting and r.active is not None for r in status.replicas):
         why = "no replica serves"
     if why:

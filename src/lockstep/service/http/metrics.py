@@ -52,9 +52,23 @@ class Metrics:
 
     def text(self, status: ServiceStatus) -> bytes:
         """Everything, in Prometheus' text format."""
-        of_service = CollectorRegistry()
-        of_service.register(_Service(status))
-        return generate_latest(self._registry) + generate_latest(of_service)
+        everything = CollectorRegistry()
+        everything.register(_Counted(self._registry))
+        everything.register(_Service(status))
+        return generate_latest(everything)
+
+
+class _Counted:
+    """What a registry counts, without the `_created` series that the library adds to each (its own switch for them
+    would be one for every registry of the process)."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
 
 
 class _Service:
@@ -71,6 +85,10 @@ class _Service:
         yield CounterMetricFamily("lockstep_requests_redispatched", "Requests sent again", s.redispatched)
         version = -1 if s.published is None else s.published.number
         yield GaugeMetricFamily("lockstep_published_version", "Newest version that is served; -1: none", version)
+        lost = -1 if s.lost is None else s.lost.number
+        yield GaugeMetricFamily("lockstep_lost_version", "Published last, and nobody has it any more; -1: none", lost)
+        for what, count in s.freed.items():
+            yield CounterMetricFamily(f"lockstep_retired_{what}", f"Let go of old versions: {what}", count)
         ended = CounterMetricFamily("lockstep_requests_ended", "Requests by outcome", labels=["outcome"])
         for outcome, count in s.ended.items():
             ended.add_metric([outcome], count)

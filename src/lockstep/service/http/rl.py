@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from lockstep.service import record
 from lockstep.service.controls import Source
 from lockstep.service.http import wire
 from lockstep.service.http.errors import HttpError, bad
@@ -22,9 +23,10 @@ from lockstep.service.http.fields import (
     StageRequest,
 )
 from lockstep.service.http.jobs import Job
-from lockstep.service.http.sampling import check_count, check_ids, rl_params
+from lockstep.service.http.sampling import check_count, check_ids, check_prompt, check_temperature, rl_params
 from lockstep.service.http.surface import Surface
 from lockstep.service.requests import Ended, RolloutRequest, Started
+from lockstep.text import did_you_mean
 from lockstep.types import Prompt
 
 LINES = "application/x-ndjson"
@@ -32,7 +34,7 @@ LINES = "application/x-ndjson"
 
 def prepare(surface: Surface, body: GenerateRequest, exchange: Exchange) -> RolloutRequest:
     limits = surface.limits
-    check_count("tokens in a prompt", len(body.prompt_ids), limits.prompt_tokens, "prompt_ids")
+    check_prompt(len(body.prompt_ids), surface.served, limits, "prompt_ids")
     check_count("samples in one call", len(body.seeds), limits.samples, "seeds")
     check_ids(body.prompt_ids, surface.served, "prompt_ids")
     return RolloutRequest(
@@ -109,13 +111,13 @@ async def cancel(surface: Surface, body: CancelRequest, exchange: Exchange) -> N
 
 async def score(surface: Surface, body: ScoreRequest, exchange: Exchange) -> None:
     limits = surface.limits
+    check_temperature(body.temperature)
     check_count("sequences in one call", len(body.sequences), limits.samples, "sequences")
     for sequence in body.sequences:
-        check_count("tokens in a sequence", len(sequence), min(limits.prompt_tokens, surface.served.max_positions),
-                    "sequences")  # fmt: skip
+        check_prompt(len(sequence), surface.served, limits, "sequences")
         check_ids(sequence, surface.served, "sequences")
     scored = await surface.workers.start_slow(surface.service.score, body.sequences, body.temperature)
-    results = [{"policy": wire.policy(version), "logprobs": wire.numbers(values)} for version, values in scored]
+    results = [{"policy": wire.policy(version), "logprobs": record.numbers(values)} for version, values in scored]
     await exchange.json({"results": results})
 
 
@@ -142,7 +144,8 @@ def _source(surface: Surface, body: StageRequest) -> Source:
 
 
 def _inside(folder: Path | None, place: str) -> Path:
-    """The folder meant, links followed; HttpError unless it is inside `folder`."""
+    """The folder meant, links followed; HttpError unless it is a folder inside `folder`. Nothing is said of what is
+    outside, not even whether it is there."""
     if folder is None:
         raise HttpError(403, "no_weights_dir", "this server stages no files; it was started without --weights-dir")
     outside = HttpError(403, "outside_weights_dir", "source.place is not a folder inside the server's --weights-dir")
@@ -150,12 +153,26 @@ def _inside(folder: Path | None, place: str) -> Path:
         raise outside
     try:
         root = folder.resolve(strict=True)
-        path = (root / place).resolve(strict=True)
-    except (OSError, RuntimeError):  # not there, or links in a circle: nothing is said of what is outside
+        path = (root / place).resolve()
+    except (OSError, RuntimeError):  # links in a circle, say
         raise outside from None
-    if not path.is_relative_to(root) or not path.is_dir():
+    if not path.is_relative_to(root) or path == root:
         raise outside
-    return path
+    if path.is_dir():
+        return path
+    shown = repr(path.relative_to(root).as_posix()[:200])
+    if path.exists():
+        raise bad(
+            f"source.place: {shown} of the server's --weights-dir is a file; name the folder that it is in",
+            "source.place",
+        )
+    near = did_you_mean(path.name, (p.name for p in path.parent.glob("*") if p.is_dir()), show=repr)
+    raise HttpError(
+        404,
+        "no_such_folder",
+        f"source.place: there is no folder {shown} in the server's --weights-dir; write the version there first{near}",
+        "source.place",
+    )
 
 
 async def stage(surface: Surface, body: StageRequest, exchange: Exchange) -> None:

@@ -12,9 +12,8 @@ from lockstep.rollout.stops import split_stops
 from lockstep.service.http.errors import bad
 from lockstep.service.http.fields import ChatRequest, Completing, CompletionRequest, Sampling
 from lockstep.service.http.settings import Limits, Served
-from lockstep.types import SamplingParams
+from lockstep.types import SamplingParams, temperature_problems
 
-LEAST_TEMPERATURE = 0.001
 MOST_CHARS_PER_TOKEN = 128
 
 
@@ -34,10 +33,8 @@ def request_seed(given: int | None, key: str) -> int:
 
 
 def check_temperature(temperature: float) -> None:
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise bad(
-            f"temperature {temperature} is below {LEAST_TEMPERATURE}: logits would overflow; 0 is greedy", "temperature"
-        )
+    if problems := temperature_problems(temperature):
+        raise bad(problems[0], "temperature")
 
 
 def check_top_p(top_p: float) -> None:
@@ -57,6 +54,16 @@ def check_stops(stops: Sequence[str], limits: Limits, param: str) -> None:
 def check_count(what: str, count: int, most: int, param: str) -> None:
     if count > most:
         raise bad(f"{param}: at most {most} {what}, got {count}", param)
+
+
+def check_prompt(count: int, served: Served, limits: Limits, param: str) -> None:
+    """So many tokens, against the context and the limit that was set."""
+    if count > served.max_positions:
+        raise bad(
+            f"{param}: {count} tokens do not fit into the context of {served.max_positions} positions; shorten it",
+            param, "context_length_exceeded",
+        )  # fmt: skip
+    check_count("tokens in a prompt", count, limits.prompt_tokens, param)
 
 
 def stop_texts(body: Completing) -> list[str]:
@@ -131,11 +138,11 @@ def completion_prompts(body: CompletionRequest, served: Served, limits: Limits) 
             ids = text_ids(served.tokenizer, prompt, bool(body.allow_special))
             found.append((prompt, ids))
         else:
-            check_count("tokens in a prompt", len(prompt), limits.prompt_tokens, "prompt")
+            check_prompt(len(prompt), served, limits, "prompt")
             check_ids(prompt, served, "prompt")
             found.append(("", list(prompt)))
     for _, ids in found:
-        check_count("tokens in a prompt", len(ids), limits.prompt_tokens, "prompt")
+        check_prompt(len(ids), served, limits, "prompt")
         if not ids:
             raise bad("prompt: it has no tokens; there is nothing to complete", "prompt")
     return found
@@ -157,7 +164,7 @@ def chat_prompt(body: ChatRequest, served: Served, limits: Limits) -> list[int]:
         messages.append({"role": "system" if message.role == "developer" else message.role, "content": text})
     _check_text("".join(m["content"] for m in messages), limits, "messages")
     ids = served.tokenizer.apply_template(messages)
-    check_count("tokens in a prompt", len(ids), limits.prompt_tokens, "messages")
+    check_prompt(len(ids), served, limits, "messages")
     return ids
 
 

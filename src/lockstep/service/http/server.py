@@ -78,6 +78,8 @@ class _Uvicorn(uvicorn.Server):
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket to listen with. port 0: any that is free. Raises ConfigError."""
+    if not 0 <= port <= 65535:  # the C library would take the remainder
+        raise ConfigError(f"port {port}: expected 0 (any that is free) to 65535; choose another --port")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, proto, _, address = found[0]

@@ -63,7 +63,7 @@ VERBS = (
     ),
     Verb(
         "POST", "/v1/rl/versions/stage", rl.stage, "Bring a version beside the active one, verified", "control",
-        answers.Done, fields.StageRequest, errors=(409, 503),
+        answers.Done, fields.StageRequest, errors=(404, 409, 503),
     ),
     Verb(
         "POST", "/v1/rl/versions/commit", rl.commit, "Serve the staged version", "control",
