@@ -14,7 +14,7 @@ from lockstep.algorithms import make_algorithm
 from lockstep.algorithms.base import Algorithm
 from lockstep.config import AlgorithmConfig, OptimConfig
 from lockstep.errors import MismatchError, NumericsError
-from lockstep.train.assembly import make_optimizer, make_schedule
+from lockstep.train.optimizer import make_optimizer, make_schedule
 from lockstep.train.trainer import Trainer, first_trained_layer, mismatch
 
 

@@ -26,10 +26,11 @@ from lockstep.envs.base import Score
 from lockstep.envs.rewards import Reward
 from lockstep.rollout.engine import make_fingerprint, request_seed
 from lockstep.sync.receipt import SyncReceipt
-from lockstep.train.assembly import Cluster, make_optimizer, make_storage
+from lockstep.train.assembly import Cluster, make_storage
 from lockstep.train.batching import MicroBatch, make_micro_batches
 from lockstep.train.forward import score
 from lockstep.train.loop import Loop
+from lockstep.train.optimizer import make_optimizer
 from lockstep.train.syncing import PROBE_BOUND
 from lockstep.train.trainer import StepResult, Trainer
 from lockstep.types import Fingerprint, Prompt, SamplingParams, Trajectory

@@ -34,9 +34,10 @@ from lockstep.types import Prompt, Trajectory
 @dataclass
 class Experience:
     """One step's. prompts: all that were asked for. everything: all that was sampled, scored or not. kept: those that
-    advantages were made from, in groups. batch: those that are trained on, with what the reference says; advantages:
-    per sample of the batch, of all its tokens or [T]. trunks: the frozen layers' output, where that was needed. counts:
-    for the step's metrics. asked: as it was asked for, in rounds."""
+    advantages were made from, in groups. batch: those that are trained on, with what reference and critic say;
+    advantages: per sample of the batch, of all its tokens or [T]. returns: [T] each, where there is a critic. trunks:
+    the frozen layers' output, where that was needed. counts: for the step's metrics. asked: as it was asked for, in
+    rounds."""
 
     prompts: list[Prompt]
     everything: list[Trajectory]
@@ -44,6 +45,7 @@ class Experience:
     groups: Advantages
     batch: list[Trajectory]
     advantages: list[np.ndarray | float]
+    returns: list[np.ndarray] | None
     trunks: list[jax.Array] | None
     counts: dict[str, Any]
     asked: list[Batch]
@@ -120,6 +122,9 @@ class Collector:
         algorithm, trunks = self.cluster.trainer.algorithm, None
         if self._kl_in_reward:
             kept, _ = with_reference(self.cluster, kept)
+        if self.cluster.critic is not None:
+            values = self.cluster.critic.values(kept)
+            kept = [replace(t, values=v) for t, v in zip(kept, values, strict=True)]
         groups_found = algorithm.advantages(self.samples(kept))
         picked = self._select(kept, groups_found, number)
         batch = [kept[i] for i in picked]
@@ -132,6 +137,7 @@ class Collector:
             groups_found,
             batch,
             [groups_found.of(i) for i in picked],
+            None if groups_found.returns is None else [groups_found.returns[i] for i in picked],
             trunks,
             counts | dropped_counts(found.dropped) | dict(found.scored),
             found.asked,
@@ -144,23 +150,29 @@ class Collector:
     def samples(self, kept: Sequence[Trajectory]) -> Samples:
         """As the algorithm takes them: rewards less the overlong penalty, and where the KL is in the reward each
         token's share of it."""
-        s, most = self.config.algorithm, self.config.rollout.max_new_tokens
+        s = self.config.algorithm
         lengths = np.array([len(t.completion_ids) for t in kept])
-        rewards = np.array([t.reward for t in kept], np.float64)
-        if s.overlong_tokens:
-            rewards = rewards - overlong(lengths, most, s.overlong_tokens, s.overlong_penalty)
         penalties = None
         if self._kl_in_reward:
             penalties = [s.kl_coef * _kl(s.kl_estimator, t) for t in kept]
         return Samples.of(
-            rewards, [t.group_id for t in kept], lengths=lengths, penalties=penalties, values=_values(kept)
+            self._rewards(kept), [t.group_id for t in kept], lengths=lengths, penalties=penalties, values=_values(kept)
         )
 
     def _flat(self, kept: Sequence[Trajectory]) -> set[str]:
-        samples = self.samples([replace(t, reference_logprobs=None) for t in kept]) if kept else None
-        if samples is None:
-            return set()
-        return {g for g, m in samples.groups.items() if samples.rewards[m].min() == samples.rewards[m].max()}
+        """Groups whose rewards, the overlong penalty taken off, are all equal."""
+        rewards: dict[str, set[float]] = {}
+        for t, reward in zip(kept, self._rewards(kept), strict=True):
+            rewards.setdefault(t.group_id, set()).add(float(reward))
+        return {group for group, found in rewards.items() if len(found) == 1}
+
+    def _rewards(self, kept: Sequence[Trajectory]) -> np.ndarray:
+        s, most = self.config.algorithm, self.config.rollout.max_new_tokens
+        rewards = np.array([t.reward for t in kept], np.float64)
+        if not s.overlong_tokens:
+            return rewards
+        lengths = np.array([len(t.completion_ids) for t in kept])
+        return rewards - overlong(lengths, most, s.overlong_tokens, s.overlong_penalty)
 
     def _select(self, kept: Sequence[Trajectory], groups: Advantages, number: int) -> np.ndarray:
         """Indices of the rollouts to train on, in order."""

@@ -52,7 +52,7 @@ from lockstep.train.rundir import ResumePoint
 from lockstep.train.scoring import under, under_snapshot
 from lockstep.train.stale import Snapshots, staleness, versions_kept
 from lockstep.train.trainer import StepResult
-from lockstep.train.updates import update
+from lockstep.train.updates import Work, update
 from lockstep.train.watchdog import Watchdog
 from lockstep.types import Trajectory
 
@@ -76,8 +76,8 @@ def run(config: Config, *, resume: Path | None = None, console: Console | None =
         stack.callback(cluster.close)
         run_dir = resume
         if run_dir is None:
-            run_dir = rundir.claim_run_dir(config)
-            config = cluster.config = rundir.named(config, run_dir)
+            run_dir = rundir.claim_run_dir(config.run)
+            config = cluster.config = config.model_copy(update={"run": rundir.named(config.run, run_dir)})
             stack.enter_context(rundir.held(run_dir))
         progress = stack.enter_context(Progress(config, run_dir, console, history=point.history if point else ()))
         loop = stack.enter_context(Loop(cluster, run_dir, progress))
@@ -145,11 +145,10 @@ class Loop:
 
     def _restore(self, point: ResumePoint) -> None:
         """Weights, optimizer and counters of a checkpoint, and its policy put back into the sampler."""
-        trainer, meta = self.cluster.trainer, point.meta
+        meta = point.meta
         warning = rundir.require_same_world(self.run_dir, point, self.cluster, self._data)
-        like = {"trainable": trainer.trainable, "optimizer": trainer.optimizer_state}
-        arrays, _ = checkpoint.restore(self.run_dir, point.step, like)
-        trainer.trainable, trainer.optimizer_state = arrays["trainable"], arrays["optimizer"]
+        arrays, _ = checkpoint.restore(self.run_dir, point.step, rundir.state_of(self.cluster))
+        rundir.put_state(self.cluster, arrays)
         policy = self._publish(meta["version"]).policy
         # Every array is what was saved and the model is the run's, so the number in the checkpoint was changed.
         if policy.digest != meta["digest"]:
@@ -194,17 +193,16 @@ class Loop:
         clock.enter("train")
         stale = self.snapshots.recomputed(found.batch, self.counters.version, self._logprobs_under)
         cluster = self.cluster
-        result = update(
-            self.config,
-            cluster.trainer,
-            cluster.geometry,
+        work = Work(
+            number,
             found.batch,
             found.advantages,
-            number,
             lambda batch: under(cluster, cluster.trainer.params, batch),
             stale,
             found.trunks,
+            found.returns,
         )
+        result = update(self.config, cluster.trainer, cluster.critic, cluster.geometry, work)
         self._require_finite(result)
         self.counters = self.counters.stepped()
         behind = staleness(found.batch, self.counters.version)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.algorithms.base import Algorithm
 from lockstep.algorithms.losses import Tokens, Totals
@@ -20,6 +19,7 @@ from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.errors import MismatchError, NumericsError
 from lockstep.train.batching import MicroBatch
 from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
+from lockstep.train.optimizer import placed
 from lockstep.types import Trajectory
 
 ROUNDING = 1e-2  # nats; differences of rounding are far below it in float32 and bfloat16, those of content above
@@ -79,17 +79,7 @@ class Trainer:
         self._schedule = schedule
         self.first_layer = first_trained_layer(trainable)
         self._names = frozenset(trainable)
-        # Moments lie where their parameters lie; without saying so a compiler may replicate them.
-        placed = {path: leaf.sharding for path, leaf in self.trainable.items()}
-        everywhere = NamedSharding(programs.mesh, PartitionSpec())
-        state_placed = optax.tree.map_params(
-            optimizer,
-            lambda _, place: place,
-            jax.eval_shape(optimizer.init, self.trainable),
-            placed,
-            transform_non_params=lambda _: everywhere,
-        )
-        self.optimizer_state = jax.jit(optimizer.init, out_shardings=state_placed)(self.trainable)
+        self.optimizer_state, self._update = placed(optimizer, self.trainable, programs.mesh)
         settings = algorithm.settings
         self._entropy = Entropy(programs) if settings.entropy_coef or settings.measure_entropy else None
         differentiated = (0, 1) if settings.entropy_coef else (0,)
@@ -97,13 +87,6 @@ class Trainer:
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
 
         self._norm = jax.jit(optax.global_norm)
-
-        def update(grads: Any, state: Any, params: Any) -> Any:
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        # The parameters are not donated: the sampler may be serving these very buffers.
-        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=(placed, state_placed))
 
     @property
     def params(self) -> dict[str, jax.Array]:
@@ -209,6 +192,13 @@ class Trainer:
                 weights, self._names, states[-1], device.at, device.target, device.temperature, dentropy[0]
             )
         return metrics, backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer, extra)
+
+    def require_records(self, trajectories: Sequence[Trajectory], recomputed: Sequence[np.ndarray | None]) -> None:
+        """Hold each record against log-probabilities recomputed under the weights that sampled it, where there are
+        any. Raises as `step` does."""
+        for t, values in zip(trajectories, recomputed, strict=True):
+            if values is not None:
+                self._require_record(t, values, compared=True)
 
     def _require_record(self, t: Trajectory, recomputed: np.ndarray, *, compared: bool) -> None:
         """compared: whether the weights are those that sampled it."""

@@ -8,15 +8,17 @@ log-probabilities before the first update, and the correction carries the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from lockstep.algorithm_section import AlgorithmConfig
 from lockstep.config import Config
 from lockstep.train.batching import Geometry, Weighed, make_micro_batches
+from lockstep.train.critic import Critic
+from lockstep.train.optimizer import updates_made
 from lockstep.train.trainer import StepResult, Trainer, mismatch
 from lockstep.types import Trajectory
 
@@ -55,49 +57,70 @@ def correction(
     return np.where(out, 0.0, np.exp(np.where(out, 0.0, log_w))), out
 
 
-def update(
-    config: Config,
-    trainer: Trainer,
-    geometry: Geometry,
-    batch: Sequence[Trajectory],
-    advantages: Sequence[np.ndarray | float],
-    number: int,
-    recompute: Recompute,
-    stale: Mapping[int, np.ndarray | None],
-    trunks: Sequence[jax.Array] | None,
-) -> StepResult:
-    """All updates of step `number`. advantages: per sample, of all its tokens or [T]. recompute: used only if needed.
-    stale, trunks: as `Trainer.step` takes them, of the batch in its order.
+@dataclass(frozen=True)
+class Work:
+    """What a step trains on. advantages: per sample, of all its tokens or [T]. returns: for the critic, [T] each, or
+    None. stale, trunks: as `Trainer.step` takes them, of the batch in its order. recompute: used only if needed."""
+
+    number: int
+    batch: Sequence[Trajectory]
+    advantages: Sequence[np.ndarray | float]
+    recompute: Recompute
+    stale: Mapping[int, np.ndarray | None]
+    trunks: Sequence[jax.Array] | None = None
+    returns: Sequence[np.ndarray] | None = None
+
+
+def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Geometry, work: Work) -> StepResult:
+    """All updates of a step.
 
     Metrics are means over the updates, but for `lr`, the last one's, and `updates`, their count; the result's
     log-probabilities are those before the first.
     """
-    settings, train = config.algorithm, config.train
-    plan = parts(len(batch), train.epochs, train.mini_batches, (config.run.seed, number))
-    several = sum(map(len, plan)) > 1
+    settings, train, batch = config.algorithm, config.train, work.batch
+    plan = parts(len(batch), train.epochs, train.mini_batches, (config.run.seed, work.number))
+    alone = critic is not None and critic.trains_alone(work.number - 1)
     corrects = settings.correction != "none"
-    now = recompute(batch) if several or corrects else None
-    weighed, counts = _weighed(settings, batch, advantages, now if corrects else None)
+    now = work.recompute(batch) if sum(map(len, plan)) > 1 or corrects or alone else None
+    weighed, counts = _weighed(settings, batch, work.advantages, now if corrects else None)
+    if alone:
+        assert now is not None
+        trainer.require_records(batch, [work.stale.get(i, lp) for i, lp in enumerate(now)])
     results: list[StepResult] = []
+    values: list[dict[str, float]] = []
     for epoch, cuts in enumerate(plan):
         for indices in cuts:
             chosen = [batch[i] for i in indices]
-            micro = make_micro_batches(chosen, [weighed[i] for i in indices], config.rollout.temperature, geometry)
-            held = _held_against(indices, stale, now, first=not results, again=epoch > 0)
-            own = trunks if len(chosen) == len(batch) else None
-            results.append(trainer.step(micro, chosen, _updates(trainer, number), own, held))
+            if not alone:
+                held = _held_against(indices, work.stale, now, first=not results, again=epoch > 0)
+                micro = make_micro_batches(chosen, [weighed[i] for i in indices], config.rollout.temperature, geometry)
+                own = work.trunks if len(chosen) == len(batch) else None
+                done = updates_made(trainer.optimizer_state)
+                results.append(trainer.step(micro, chosen, work.number - 1 if done is None else done, own, held))
+            if critic is not None and work.returns is not None:
+                values.append(_critic_step(critic, chosen, [work.returns[i] for i in indices], work.number))
+    value_metrics = _means(values)
     if now is None:
-        return StepResult(results[0].metrics | {"updates": 1} | counts, results[0].logprobs)
+        return StepResult(results[0].metrics | {"updates": 1} | counts | value_metrics, results[0].logprobs)
+    metrics = _means([r.metrics for r in results]) | counts | {"updates": len(results)}
+    if results:
+        metrics["lr"] = results[-1].metrics["lr"]
     held_pairs = [
         (t.logprobs, lp)
         for i, (t, mine) in enumerate(zip(batch, now, strict=True))
-        if mine is not None and (lp := stale.get(i, mine)) is not None
+        if mine is not None and (lp := work.stale.get(i, mine)) is not None
     ]
-    metrics = _combined([r.metrics for r in results]) | counts
     if held_pairs:
         metrics |= mismatch(np.concatenate([a for a, _ in held_pairs]), np.concatenate([b for _, b in held_pairs]))
     metrics["tokens/trained"] = sum(len(t.completion_ids) for t in batch)
-    return StepResult(metrics, list(now))
+    return StepResult(metrics | value_metrics, list(now))
+
+
+def _critic_step(critic: Critic, chosen: Sequence[Trajectory], returns: Sequence[np.ndarray], number: int) -> Any:
+    old = [t.values for t in chosen if t.values is not None]
+    assert len(old) == len(chosen), "the critic has not valued these samples"
+    done = updates_made(critic.model.optimizer_state)
+    return critic.step(chosen, returns, old, number - 1 if done is None else done)
 
 
 def _held_against(
@@ -147,13 +170,7 @@ def _weighed(
     }
 
 
-def _updates(trainer: Trainer, number: int) -> int:
-    """How many the optimizer has made, by its own count; by the step's number where it keeps none."""
-    counts = optax.tree.get_all_with_path(trainer.optimizer_state, "count")
-    return int(counts[0][1]) if counts else number - 1
-
-
-def _combined(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    names = metrics[0].keys() - {"lr"}
-    found = {n: float(np.mean([m[n] for m in metrics])) for n in sorted(names) if all(n in m for m in metrics)}
-    return found | {"lr": metrics[-1]["lr"], "updates": len(metrics)}
+def _means(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of what all have."""
+    names = sorted(set.intersection(*(set(m) for m in metrics))) if metrics else []
+    return {name: float(np.mean([m[name] for m in metrics])) for name in names}

@@ -116,7 +116,7 @@ def train() -> Callable[..., Path]:
 def _opened(config: Config) -> Iterator[Loop]:
     """A fresh run's loop before its start, for tests that look between the steps."""
     cluster = build(config)
-    run_dir = rundir.claim_run_dir(config)
+    run_dir = rundir.claim_run_dir(config.run)
     with (
         closing(cluster),
         Progress(config, run_dir, quiet()) as progress,

@@ -257,7 +257,7 @@ def test_every_field_of_a_trajectory_is_stored(finished) -> None:
     stored = finished.step(8).trajectories[0]
     for field in fields(Trajectory):
         value = getattr(stored, field.name)
-        assert (value is None) == (field.name in ("failed", "kept_logmass", "details")), field.name
+        assert (value is None) == (field.name in ("failed", "kept_logmass", "details", "values")), field.name
         assert not isinstance(value, np.ndarray) or (value.size and value.dtype in (np.int32, np.float32))
 
 
