@@ -110,10 +110,10 @@ def test_cluster_roles_resolve_to_meshes() -> None:
 
 def test_a_critic_is_on_the_actors_mesh_unless_told_otherwise() -> None:
     assert read().critic is None and read().cluster.roles == ("actor", "rollout", "reference")
-    with_critic = read("--critic.optim.lr 1e-5")
+    with_critic = read("--algorithm.name ppo --critic.optim.lr 1e-5")
     assert with_critic.cluster.owner("critic") == "actor" and "critic" in with_critic.cluster.roles
     assert read(text=with_critic.to_toml()) == with_critic
-    apart = read("--critic.optim.lr 1e-5 --cluster.critic {tensor=2}").cluster
+    apart = read("--algorithm.name ppo --critic.optim.lr 1e-5 --cluster.critic {tensor=2}").cluster
     assert apart.mesh("critic") == MeshConfig(tensor=2) and apart.num_devices == 3 and apart.fewest_parts == 2
 
 

@@ -14,11 +14,12 @@ import lockstep.cluster_section
 import lockstep.reward_section
 import lockstep.sections
 import lockstep.value_sections
+from lockstep.algorithm_section import OWN
 from lockstep.cli import make_parser
 from lockstep.cli.run import split_run_words
 from lockstep.config import ROLES, Config, RewardFunction, load_config
 from lockstep.overrides import apply_overrides
-from lockstep.schema import find, keys, sections_in
+from lockstep.schema import find, keys, literal, sections_in
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.toml")]
@@ -193,3 +194,15 @@ def test_every_key_is_read_by_something() -> None:
     assert len(asked) > 50
     unread = [k.path for k in asked if not any((kind, k.name) in read for kind in kind_of(k.section).__mro__)]
     assert unread == []
+
+
+def test_the_defaults_of_algorithms_on_the_page_are_the_code_s() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    written = page.partition("<!-- defaults -->\n")[2].partition("<!-- /defaults -->")[0]
+    names = list(dict.fromkeys(key for own in OWN.values() for key in own))
+    lines = [f"| key | {' | '.join(f'`{name}`' for name in OWN)} |", "|---" * (len(OWN) + 1) + "|"]
+    for key in names:
+        cells = (f"`{literal(own[key])}`" if key in own else "" for own in OWN.values())
+        lines.append(f"| `{key}` | {' | '.join(cells)} |")
+    wanted = "\n".join(lines) + "\n"
+    assert written == wanted, f"put this between the marks of docs/algorithms.md:\n{wanted}"

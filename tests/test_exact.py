@@ -183,7 +183,13 @@ def by_temperature(
 
 @pytest.mark.parametrize(
     ("spec", "dtype"),
-    [("llama", "float32"), ("qwen", "float32"), ("gemma", "float32"), ("qwen", "bfloat16"), ("gemma", "bfloat16")],
+    [
+        ("llama", "float32"),
+        ("qwen", "float32"),
+        ("gemma", "bfloat16"),
+        pytest.param("gemma", "float32", marks=pytest.mark.slow),
+        pytest.param("qwen", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_record_is_the_trainers_bit_for_bit(spec: str, dtype: str) -> None:
     """Temperatures 0 (recorded at 1), 0.6, 1 and 1.3 side by side; 1 to 40 new tokens; chunked prefill; late admission
@@ -287,7 +293,9 @@ def short_run(policy: Policy) -> list[Trajectory]:
     return policy.engine(num_pages=16).generate(*short_requests(policy.spec))
 
 
-@pytest.mark.parametrize("axes", ROLLOUT_MESHES[1:])
+@pytest.mark.parametrize(
+    "axes", [ROLLOUT_MESHES[1], pytest.param(ROLLOUT_MESHES[2], marks=pytest.mark.slow), ROLLOUT_MESHES[3]]
+)
 def test_sampling_on_a_mesh_is_sampling_on_one_device(axes: Axes) -> None:
     one, many = (short_run(on_mesh(a, axes)) for a in ((), axes))
     assert all(same_trajectory(a, b) for a, b in zip(one, many, strict=True))

@@ -85,7 +85,7 @@ def test_loss_gradient_and_clip_fraction_are_the_formulas(estimator: KLEstimator
     np.testing.assert_allclose(metrics["clip_fraction"], clip_fraction, rtol=1e-6)
     assert metrics["loss"] == loss
     ratio = np.exp(logp - tokens.old_logp)[tokens.mask].mean()
-    np.testing.assert_allclose(metrics["ratio"], ratio, rtol=1e-5)
+    np.testing.assert_allclose(1 + metrics["ratio_less_1"], ratio, rtol=1e-5)
     assert loss.dtype == gradient.dtype == np.float32
 
 
@@ -115,7 +115,7 @@ def test_masked_slots_may_hold_anything(garbage: float, estimator: KLEstimator) 
 def test_on_policy_the_ratio_is_exactly_one_and_nothing_is_clipped() -> None:
     logp, tokens, totals = batch(32, masked=(3,))
     _, metrics, gradient = value_and_grad(grpo(), logp, tokens._replace(old_logp=logp), totals)
-    assert metrics["ratio"] == 1.0 and metrics["clip_fraction"] == 0.0
+    assert metrics["ratio_less_1"] == 0.0 and metrics["clip_fraction"] == 0.0
     np.testing.assert_allclose(gradient, np.where(tokens.mask, -tokens.advantage / totals.tokens, 0), rtol=1e-6)
 
 

@@ -84,7 +84,7 @@ def test_loss_and_gradient_are_the_papers(case: str) -> None:
     counts = float(totals.tokens), float(totals.sequences)
     value, ratio, clipped = definitions.loss(algorithm.settings, LENGTH, fields(logp, tokens), counts)
     np.testing.assert_allclose(loss, value, rtol=1e-5)
-    np.testing.assert_allclose(metrics["ratio"], ratio, rtol=1e-5)
+    np.testing.assert_allclose(1 + metrics["ratio_less_1"], ratio, rtol=1e-5)
     np.testing.assert_allclose(metrics["clip_fraction"], clipped, rtol=1e-5)
     assert metrics["clip_fraction/low"] <= metrics["clip_fraction"]
     slope = definitions.gradient(algorithm.settings, LENGTH, fields(logp, tokens), counts)
@@ -123,7 +123,7 @@ def test_masked_garbage_changes_no_bit(case: str, garbage: float) -> None:
 def test_on_policy_the_ratio_is_exactly_1_and_nothing_is_clipped(case: str) -> None:
     logp, tokens, totals = batch()
     _, metrics, _ = run(make(**CASES[case]), logp, tokens._replace(old_logp=logp), totals)
-    assert metrics["ratio"] == 1.0 and metrics["clip_fraction"] == 0.0
+    assert metrics["ratio_less_1"] == 0.0 and metrics["clip_fraction"] == 0.0
 
 
 @by_name

@@ -87,7 +87,10 @@ def assert_close(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
         assert error <= tolerance, f"{path}: off by {error:.2e} of its largest entry"
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"gemma, data x fsdp", "lora on the last layer of qwen, fsdp"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
 def test_gradient_of_every_leaf_is_that_of_a_plain_loss(case: str, make_policy, trajectories, advantages) -> None:
     """To 1e-4 of each leaf's largest entry, in float32, with ratios on both sides of the clip and a KL term."""
     made, max_rows = CASES[case]

@@ -170,7 +170,7 @@ class Algorithm:
         metrics = {
             "clip_fraction": token_mean(clipped.astype(jnp.float32)),
             "clip_fraction/low": token_mean((clipped & (advantage < 0)).astype(jnp.float32)),
-            "ratio": token_mean(ratio),
+            "ratio_less_1": token_mean(ratio - 1.0),  # so that shares of an exact 1 add up to an exact 1
         }
         if entropy is not None:
             entropy = masked(entropy, mask)

@@ -186,7 +186,6 @@ def make_critic(
     num = replace(actor[0].num, lora_scale=leaves.lora.scale if leaves.lora else 0.0)
     programs = Programs(model.spec, num, dial.mesh("critic"), leaves.all)
     shared = actor[1] if wanted.model is None and dial.colocated("actor", "critic") else {}
-    made = make_value_model(
-        model, programs, leaves, wanted.optim, config.run.steps, seed, shared, config.train.updates_per_step
-    )
+    steps = config.run.steps, config.train.updates_per_step
+    made = make_value_model(model, programs, leaves, wanted.optim, steps, seed, shared)
     return Critic(made, geometry(config, programs), clip=wanted.clip, warmup_steps=wanted.warmup_steps)

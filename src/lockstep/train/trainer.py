@@ -150,6 +150,7 @@ class Trainer:
         held = [(trajectories[i].logprobs, lp) for i in used if (lp := stale.get(i, logprobs[i])) is not None]
         if held:
             sums |= mismatch(np.concatenate([was for was, _ in held]), np.concatenate([now for _, now in held]))
+        sums["ratio"] = 1.0 + sums.pop("ratio_less_1")
         sums |= {
             "grad_norm": norm,
             "lr": float(self._schedule(update_number)),

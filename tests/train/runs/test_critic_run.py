@@ -20,6 +20,7 @@ from lockstep.train.footprint import bytes_per_role
 from lockstep.train.policy import split_leaves
 from lockstep.types import Trajectory
 
+PPO = "--algorithm.name=ppo"
 CRITIC = "--critic={head_std = 0.5, lora = {rank = 2, last_layers = 1}, optim = {lr = 0.01}}"
 CASES = {
     "on the actor's frozen arrays": [CRITIC],
@@ -32,7 +33,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_planned_bytes_are_the_arrays_bytes(kit, tmp_path, name: str) -> None:
-    config = kit.config(tmp_path, *CASES[name])
+    config = kit.config(tmp_path, PPO, *CASES[name])
     with closing(build(config)) as cluster:
         spec = load_spec(config.model.name)
         planned = planned_bytes(config, cluster.dial, spec, split_leaves(config, spec))
@@ -61,7 +62,7 @@ def state(tree: Any) -> list[bytes]:
 
 
 def test_a_checkpoint_brings_the_critic_back(kit, opened, tmp_path) -> None:
-    config = kit.config(tmp_path, CRITIC)
+    config = kit.config(tmp_path, PPO, CRITIC)
     with opened(config) as loop:
         cluster = loop.cluster
         loop.start()
@@ -92,4 +93,4 @@ def test_a_critic_that_cannot_read_the_policys_ids_is_refused(kit, tmp_path) -> 
     file = tmp_path / "short" / "tokenizer.json"
     file.write_text(file.read_text().replace("<|im_start|>", "<|other|>"))
     with pytest.raises(ConfigError, match=r"critic.model = .* has another tokenizer than the policy"):
-        build(kit.config(tmp_path, f"--critic.model={tmp_path / 'short'}"))
+        build(kit.config(tmp_path, PPO, f"--critic.model={tmp_path / 'short'}"))

@@ -29,7 +29,7 @@ KEYS = {
     "time/sync_s", "time/wait_s", "time/step_s", "engine/passes", "engine/padding", "prompts/skipped",
     "engine/cached_tokens", "engine/preemptions", "engine/drafted", "engine/accepted", "time/rollout_s", "idle/actor",
     "idle/rollout", "idle/reward", "staleness/mean", "staleness/max", "staleness/tokens", "dropped/stale",
-    "dropped/aborted", "dropped/failed",
+    "dropped/aborted", "dropped/failed", "clip_fraction/low", "updates", "loss/denominator",
 }  # fmt: skip
 
 
