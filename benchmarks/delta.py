@@ -76,7 +76,7 @@ def measure(lr: float, steps: int, prompts: int, samples: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         config = recipe(lr, steps, prompts, samples, Path(folder))
         cluster = build(config)
-        run_dir = rundir.claim_run_dir(config)
+        run_dir = rundir.claim_run_dir(config.run)
         records = []
         with closing(cluster), Progress(config, run_dir) as progress, Loop(cluster, run_dir, progress) as loop:
             loop.start()

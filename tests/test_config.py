@@ -108,6 +108,24 @@ def test_cluster_roles_resolve_to_meshes() -> None:
     assert read("--cluster.reference {} --cluster.rollout reference").cluster.owner("rollout") == "reference"
 
 
+def test_a_critic_is_on_the_actors_mesh_unless_told_otherwise() -> None:
+    assert read().critic is None and read().cluster.roles == ("actor", "rollout", "reference")
+    with_critic = read("--algorithm.name ppo --critic.optim.lr 1e-5")
+    assert with_critic.cluster.owner("critic") == "actor" and "critic" in with_critic.cluster.roles
+    assert read(text=with_critic.to_toml()) == with_critic
+    apart = read("--algorithm.name ppo --critic.optim.lr 1e-5 --cluster.critic {tensor=2}").cluster
+    assert apart.mesh("critic") == MeshConfig(tensor=2) and apart.num_devices == 3 and apart.fewest_parts == 2
+
+
+def test_reward_models_are_on_the_actors_mesh_unless_told_otherwise() -> None:
+    models = "--reward={models=[{name='taste',model='./rm'}]}"
+    assert read(models).cluster.owner("reward") == "actor"
+    assert read(f"{models} --cluster.reward {{fsdp=2}}").cluster.num_devices == 3
+    assert "without `[[reward.models]]`: the run has none" in refused("--cluster.reward {fsdp=2}")
+    twice = "--reward={functions=[{name='taste'}],models=[{name='taste',model='./rm'}]}"
+    assert 'list "taste" twice' in refused(twice)
+
+
 # ---------------------------------------------------------------- paths
 
 
@@ -183,7 +201,7 @@ BAD_VALUES = [
     ("--lora.rank 0", "`lora.rank`: expected a whole number >= 1; got 0"),
     ("--model.dtype float16", '`model.dtype`: expected one of "float32", "bfloat16"; got "float16"'),
     ("--algorithm.kl_estimator k4", '`algorithm.kl_estimator`: expected one of "k1", "k2", "k3"; got "k4"'),
-    ("--algorithm.clip_low 1.5", "`algorithm.clip_low`: expected a number > 0 and <= 1; got 1.5"),
+    ("--algorithm.clip_low 1.5", "`algorithm.clip_low`: expected a number >= 0 and <= 1; got 1.5"),
     ("--algorithm.kl_coef -0.1", "`algorithm.kl_coef`: expected a number >= 0; got -0.1"),
     ("--rollout.stop ['']", "`rollout.stop` holds an empty text"),
     ("--rollout.stop ['a','a']", "`rollout.stop` = [\"a\", \"a\"] holds a text twice"),
@@ -196,16 +214,19 @@ BAD_VALUES = [
     ("--task.options 3", "`task.options`: expected a table; got 3"),
     ("--task.options.x foo", '`task.options.x`: expected any TOML value; got foo; a text is written "foo"'),
     ("--run 3", "`run`: expected a table; got 3"),
-    ("--reward.functions []", "`reward.functions` and `reward.judges` are both empty"),
+    ("--reward.functions []", "`reward.functions`, `reward.judges` and `reward.models` are all empty"),
     ("--reward.functions [{}]", "`reward.functions[0].name` is required and missing: A built-in"),
-    ("--reward.functions [{name='a'},{name='a'}]", '`reward.functions` and `reward.judges` list "a" twice'),
+    ("--reward.functions [{name='a'},{name='a'}]", 'and `reward.models` list "a" twice'),
     ("--reward.functions [{name='a',weight=0}]", "all weights of `reward` are zero"),
     ("--reward.functions [{name='a',weight=nan}]", "`reward.functions[0].weight`: expected a number; got nan"),
     ("--reward.functions[0].weight 3", "items of a list cannot be set one by one"),
     ("--rollout.stop.0 x", "items of a list cannot be set one by one; give the whole list, --rollout.stop"),
     ("--cluster.actor rollout", "`cluster.actor`: expected a mesh such as {fsdp = 4, tensor = 2}"),
     ("--cluster.rollout [1]", "`cluster.rollout`"),
-    ("--cluster.rollout critic", '`cluster.rollout` = "critic" is not a role; use "actor", or a mesh'),
+    ("--cluster.rollout critics", '`cluster.rollout` = "critics" is not a role; use "actor", or a mesh'),
+    ("--cluster.rollout critic", '`cluster.rollout` = "critic", but the run has no critic; use "actor"'),
+    ("--cluster.critic {data=2}", "without `[critic]`: the run has none; add the table, or leave the mesh out"),
+    ("--critic.clip 0", "`critic.clip`: expected a number > 0, or inf; got 0"),
     ("--cluster.rollout reference", "but reference has no mesh of its own (it is \"actor\")"),
     ("--cluster.rollout rollout", "but rollout has no mesh of its own"),
     ("--cluster.rollout {data=0}", "`cluster.rollout.data`: expected a whole number >= 1; got 0"),

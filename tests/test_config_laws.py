@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from lockstep.config import Config, TaskConfig, parse_config
 from lockstep.errors import ConfigError
 from lockstep.keydocs import listing, markdown
-from lockstep.schema import keys
+from lockstep.reward_recipe import RewardRecipe
+from lockstep.schema import Section, keys
 from lockstep.types import LEAST_TEMPERATURE
 
 ROOT = Path(__file__).parent.parent
@@ -169,12 +170,11 @@ def test_a_recipe_s_least_temperature_is_the_engine_s() -> None:
     assert key.expected == f"a number >= {LEAST_TEMPERATURE:g}"
 
 
-def test_the_reference_in_the_docs_is_the_schemas() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text()
+@pytest.mark.parametrize(("page", "recipe"), [("recipes.md", Config), ("reward-model.md", RewardRecipe)])
+def test_the_reference_in_the_docs_is_the_schemas(page: str, recipe: type[Section]) -> None:
+    text = (ROOT / "docs" / page).read_text()
     written = text.partition("<!-- keys -->\n")[2].partition("<!-- /keys -->")[0]
-    assert written == markdown(Config), (
-        "put the output of `lockstep keys --markdown` between the marks of docs/recipes.md"
-    )
+    assert written == markdown(recipe), f"put what `lockstep keys --markdown` says between the marks of docs/{page}"
 
 
 def test_no_word_of_other_systems_means_two_keys() -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import lockstep.cluster_section
 import lockstep.reward_section
 import lockstep.sections
+import lockstep.value_sections
+from lockstep.algorithm_section import OWN
 from lockstep.cli import make_parser
 from lockstep.cli.run import split_run_words
 from lockstep.config import ROLES, Config, RewardFunction, load_config
 from lockstep.overrides import apply_overrides
-from lockstep.schema import find, keys, sections_in
+from lockstep.schema import find, keys, literal, sections_in
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.toml")]
@@ -99,6 +102,9 @@ def test_what_the_protocol_page_names_is_there() -> None:
 
 DESCRIBING = {
     "sections.py",
+    "algorithm_section.py",
+    "cluster_section.py",
+    "value_sections.py",
     "reward_section.py",
     "schema.py",
     "keydocs.py",
@@ -106,9 +112,10 @@ DESCRIBING = {
     "config.py",
 }  # a check of a key is no use of it
 BY_NAME = {f"cluster.{role}" for role in ROLES}  # `getattr(config.cluster, role)`
-DEFINING = (lockstep.sections, lockstep.reward_section)
-CLASSES = {cls.__name__: cls for module in DEFINING for cls in vars(module).values() if isinstance(cls, type)}
+TABLES = [lockstep.sections, lockstep.cluster_section, lockstep.reward_section, lockstep.value_sections]
+CLASSES = {cls.__name__: cls for tables in TABLES for cls in vars(tables).values() if isinstance(cls, type)}
 SECTIONS = {name: kind for name, f in Config.model_fields.items() for kind in sections_in(f.annotation)}
+SECTIONS["settings"] = SECTIONS["algorithm"]  # what an algorithm calls its own
 
 
 def kind_of(path: str) -> type:
@@ -157,7 +164,7 @@ def sections_of(value: ast.AST) -> list[type]:
 
 def reads_of_properties() -> dict[tuple[type, str], set[str]]:
     """(section class, property or method) -> the keys that it reads of itself."""
-    trees = [ast.parse(Path(str(module.__file__)).read_text()) for module in DEFINING]
+    trees = [ast.parse(Path(str(tables.__file__)).read_text()) for tables in TABLES]
     return {
         (CLASSES[cls.name], f.name): {
             n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute) and last_name(n.value) == "self"
@@ -185,4 +192,17 @@ def test_every_key_is_read_by_something() -> None:
                     read |= {(kind, node.attr)} | {(kind, name) for name in inside.get((kind, node.attr), ())}
     asked = [k for k in keys(Config) if k.section and not k.path.startswith(tuple(BY_NAME))]
     assert len(asked) > 50
-    assert [k.path for k in asked if (kind_of(k.section), k.name) not in read] == []
+    unread = [k.path for k in asked if not any((kind, k.name) in read for kind in kind_of(k.section).__mro__)]
+    assert unread == []
+
+
+def test_the_defaults_of_algorithms_on_the_page_are_the_code_s() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    written = page.partition("<!-- defaults -->\n")[2].partition("<!-- /defaults -->")[0]
+    names = list(dict.fromkeys(key for own in OWN.values() for key in own))
+    lines = [f"| key | {' | '.join(f'`{name}`' for name in OWN)} |", "|---" * (len(OWN) + 1) + "|"]
+    for key in names:
+        cells = (f"`{literal(own[key])}`" if key in own else "" for own in OWN.values())
+        lines.append(f"| `{key}` | {' | '.join(cells)} |")
+    wanted = "\n".join(lines) + "\n"
+    assert written == wanted, f"put this between the marks of docs/algorithms.md:\n{wanted}"

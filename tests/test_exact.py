@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithm_section import AlgorithmConfig
+from lockstep.algorithms import make_algorithm
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows
 from lockstep.cluster.sharding import place
@@ -182,7 +183,13 @@ def by_temperature(
 
 @pytest.mark.parametrize(
     ("spec", "dtype"),
-    [("llama", "float32"), ("qwen", "float32"), ("gemma", "float32"), ("qwen", "bfloat16"), ("gemma", "bfloat16")],
+    [
+        ("llama", "float32"),
+        ("qwen", "float32"),
+        ("gemma", "bfloat16"),
+        pytest.param("gemma", "float32", marks=pytest.mark.slow),
+        pytest.param("qwen", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_record_is_the_trainers_bit_for_bit(spec: str, dtype: str) -> None:
     """Temperatures 0 (recorded at 1), 0.6, 1 and 1.3 side by side; 1 to 40 new tokens; chunked prefill; late admission
@@ -286,7 +293,9 @@ def short_run(policy: Policy) -> list[Trajectory]:
     return policy.engine(num_pages=16).generate(*short_requests(policy.spec))
 
 
-@pytest.mark.parametrize("axes", ROLLOUT_MESHES[1:])
+@pytest.mark.parametrize(
+    "axes", [ROLLOUT_MESHES[1], pytest.param(ROLLOUT_MESHES[2], marks=pytest.mark.slow), ROLLOUT_MESHES[3]]
+)
 def test_sampling_on_a_mesh_is_sampling_on_one_device(axes: Axes) -> None:
     one, many = (short_run(on_mesh(a, axes)) for a in ((), axes))
     assert all(same_trajectory(a, b) for a, b in zip(one, many, strict=True))
@@ -310,7 +319,7 @@ def make_trainer(policy: Policy) -> Trainer:
     params = policy.params
     trains = {p: v for p, v in params.items() if not policy.lora or "lora" in p}
     frozen = {p: v for p, v in params.items() if p not in trains}
-    algorithm = GRPO(clip_low=0.2, clip_high=0.28, kl_coef=0.0, kl_estimator="k3", std_epsilon=1e-4)
+    algorithm = make_algorithm(AlgorithmConfig(), 8)
     optimizer, schedule = optax.sgd(0.5), optax.constant_schedule(0.5)
     return Trainer(policy.programs, frozen, trains, algorithm, optimizer, schedule, exact=True)
 

@@ -1,6 +1,6 @@
 """Imports go one way, and what answers fast imports nothing heavy.
 
-    types, errors, files, text, ops; schema, sections, reward_section, rollout_section, overrides, config, keydocs
+    types, errors, files, text, ops; schema, sections, *_section(s), overrides, config, keydocs
       <- models <- cluster <- sync, rollout, algorithms, envs <- service
       <- audit, train, checkpoint, store, metrics, report, plan, progress, environment <- serve <- cli
 
@@ -25,7 +25,12 @@ LAYERS = [
         "types",
         "schema",
         "sections",
+        "cluster_section",
         "rollout_section",
+        "algorithm_section",
+        "loading",
+        "value_sections",
+        "reward_recipe",
         "reward_section",
         "overrides",
         "config",
@@ -47,6 +52,7 @@ PACKAGES_OF_ONE_LEVEL = {"sync", "rollout", "algorithms", "envs"}  # no arrows b
 SIDEWAYS = {("rollout", "sync")}
 NO_JAX = (
     "config",
+    "reward_recipe",
     "types",
     "errors",
     "schema",

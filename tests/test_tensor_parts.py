@@ -12,7 +12,8 @@ import optax
 import pytest
 from jax import lax
 
-from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithm_section import AlgorithmConfig
+from lockstep.algorithms import make_algorithm
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
@@ -247,7 +248,7 @@ def test_the_cache_is_cut_by_heads_where_heads_are() -> None:
 def gradient(policy: Policy, trajectories: Sequence[Trajectory]) -> dict[str, jax.Array]:
     trains = {p: v for p, v in policy.params.items() if not policy.lora or "lora" in p}
     frozen = {p: v for p, v in policy.params.items() if p not in trains}
-    algorithm = GRPO(clip_low=0.2, clip_high=0.28, kl_coef=0.0, kl_estimator="k3", std_epsilon=1e-4)
+    algorithm = make_algorithm(AlgorithmConfig(), 8)
     keep = optax.chain(optax.trace(0.0), optax.scale(0.0))
     trainer = Trainer(policy.programs, frozen, trains, algorithm, keep, optax.constant_schedule(1.0), exact=True)
     advantages = np.random.default_rng(1).standard_normal(len(trajectories)).astype(np.float32)

@@ -100,24 +100,29 @@ def read_meta(run_dir: Path, step: int) -> dict[str, Any]:
     return _manifest(run_dir, step)["meta"]
 
 
-def restore(run_dir: Path, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+def restore(run_dir: Path, step: int, like: Any, *, partial: bool = False) -> tuple[Any, dict[str, Any]]:
     """Read a checkpoint: (arrays, meta), the arrays bitwise those that were saved, in the structure of `like`.
 
     like: a pytree with the saved leaves. A jax.Array, or a jax.ShapeDtypeStruct with a sharding, says where a leaf goes
     (any mesh, also another than it was saved from); a numpy array, or a ShapeDtypeStruct without sharding, gives numpy.
+    partial: `like` may have some of the leaves only; the others are not read.
     Raises CheckpointError when there is no such checkpoint, when leaves are missing, left over or of another dtype or
     shape (naming them), or when what was read is not what was saved.
     """
     manifest = _manifest(run_dir, step)
     path = run_dir / FOLDER / str(step)
     wanted = _named_leaves(like)
+    if partial:
+        manifest["leaves"] = {name: form for name, form in manifest["leaves"].items() if name in wanted}
     _check_matches(path, manifest["leaves"], wanted)
     restore_args = {name: _restore_args(leaf) for name, leaf in wanted.items()}
     try:
         with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             found = checkpointer.restore(
                 (path / "arrays").absolute(),
-                args=ocp.args.PyTreeRestore(item=dict.fromkeys(wanted, 0), restore_args=restore_args),
+                args=ocp.args.PyTreeRestore(
+                    item=dict.fromkeys(wanted, 0), restore_args=restore_args, partial_restore=partial
+                ),
             )
     except (ValueError, KeyError, OSError) as error:
         raise CheckpointError(

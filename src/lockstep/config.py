@@ -17,32 +17,31 @@ from typing import Any
 import tomli_w
 from pydantic import model_validator
 
+from lockstep.algorithm_section import AlgorithmConfig
+from lockstep.cluster_section import ROLES, ClusterConfig, MeshConfig, Role
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
 from lockstep.reward_section import RewardConfig, RewardFunction, RewardJudge
 from lockstep.rollout_section import RolloutConfig
 from lockstep.schema import REQUIRED, Problems, Section, key, literal, plain, validate
 from lockstep.sections import (
-    ROLES,
-    AlgorithmConfig,
-    ClusterConfig,
     LoraConfig,
-    MeshConfig,
     ModelConfig,
     NumericsConfig,
     OptimConfig,
-    Role,
     RunConfig,
     SyncConfig,
     TaskConfig,
     TrainConfig,
 )
+from lockstep.value_sections import CriticConfig
 
 __all__ = [
     "ROLES",
     "AlgorithmConfig",
     "ClusterConfig",
     "Config",
+    "CriticConfig",
     "LoraConfig",
     "MeshConfig",
     "ModelConfig",
@@ -75,8 +74,21 @@ class Config(Section):
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), "How rewards become a loss.")
     optim: OptimConfig = key(OptimConfig(), "How gradients become weights.")
     train: TrainConfig = key(TrainConfig(), "What a training step trains on, and in what pieces.")
+    critic: CriticConfig | None = key(None, "The value baseline of PPO. Without the table there is none.")
     numerics: NumericsConfig = key(NumericsConfig(), "How exactly trainer and sampler agree.")
     sync: SyncConfig = key(SyncConfig(), "How the trained weights get to the sampler.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _roles_have_a_place(cls, data: Any) -> Any:
+        """A critic and reward models are on the actor's mesh unless `[cluster]` says otherwise."""
+        if not (isinstance(data, dict) and isinstance(data.get("cluster", {}), dict)):
+            return data
+        reward, cluster = data.get("reward"), dict(data.get("cluster", {}))
+        there = {"critic": data.get("critic"), "reward": isinstance(reward, dict) and reward.get("models")}
+        for role in (role for role, wanted in there.items() if wanted):
+            cluster[role] = "actor" if cluster.get(role) is None else cluster[role]
+        return {**data, "cluster": cluster} if cluster else data
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
@@ -90,12 +102,14 @@ class Config(Section):
         tables = plain(self)
         for name in self.task.keys_of_other_kinds():
             tables["task"].pop(name, None)
+        for name in self.algorithm.keys_of_others():
+            tables["algorithm"].pop(name, None)
         return tomli_w.dumps(tables)
 
 
 def _misfits(config: Config) -> Iterator[str]:
     """What is wrong between sections (each within itself is right by now): what, why, what instead."""
-    rollout, numerics, train, algorithm = config.rollout, config.numerics, config.train, config.algorithm
+    rollout, numerics, train = config.rollout, config.numerics, config.train
     rollouts = rollout.prompts * rollout.samples
     length = config.task.max_prompt_tokens + rollout.max_new_tokens
     length_of = (
@@ -109,7 +123,16 @@ def _misfits(config: Config) -> Iterator[str]:
             f"`rollout.slots` = {rollout.slots} is not a multiple of `numerics.tile_rows` = {tile}: exact mode decodes "
             f"whole tiles, the rest of the last one would be computed for nothing; use {' or '.join(map(str, near))}"
         )
-    for role in ROLES:
+    for role, wanted, table in (
+        ("critic", config.critic is not None, "[critic]"),
+        ("reward", bool(config.reward.models), "[[reward.models]]"),
+    ):
+        if role in config.cluster.roles and not wanted:
+            yield (
+                f"`cluster.{role}` = {literal(config.cluster.shapes[role])} without `{table}`: the run has none; "
+                "add the table, or leave the mesh out"
+            )
+    for role in config.cluster.roles:
         tensor = config.cluster.mesh(role).tensor
         if config.cluster.owner(role) == role and numerics.parts_on(config.cluster) % tensor:
             least = config.cluster.fewest_parts
@@ -146,7 +169,7 @@ def _misfits(config: Config) -> Iterator[str]:
     yield from _storage_misfits(config)
     yield from _overlap_misfits(config)
     yield from _folder_misfits(config)
-    yield from _kl_misfits(algorithm)
+    yield from _algorithm_misfits(config)
 
 
 def _storage_misfits(config: Config) -> Iterator[str]:
@@ -176,7 +199,7 @@ def _overlap_misfits(config: Config) -> Iterator[str]:
         )
     if rollout.url is not None or not rollout.staleness:
         return
-    shares = [role for role in ROLES if role != "rollout" and cluster.owner(role) == cluster.owner("rollout")]
+    shares = [role for role in cluster.roles if role != "rollout" and cluster.owner(role) == cluster.owner("rollout")]
     if shares and cluster.mesh("rollout").size > 1:
         yield (
             f"`rollout.staleness` = {rollout.staleness} with the rollout on the {cluster.mesh('rollout').size} devices "
@@ -199,26 +222,64 @@ def _folder_misfits(config: Config) -> Iterator[str]:
         )
 
 
-def _kl_misfits(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.kl_coef == 0:
-        return
-    if algorithm.kl_estimator == "k1":
+def _algorithm_misfits(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.kl_coef and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
         yield (
             f'`algorithm.kl_coef` = {algorithm.kl_coef} with `algorithm.kl_estimator` = "k1": as a loss its expected '
-            'gradient is 0, the penalty would only add noise; use "k2" (gradient of the reverse KL) or "k3"'
+            'gradient is 0, the penalty would only add noise; use "k2" (gradient of the reverse KL) or "k3", or '
+            '`algorithm.kl_in` = "reward"'
         )
-    if not algorithm.measure_kl:
+    if algorithm.kl_coef and not algorithm.measure_kl:
         yield (
             f"`algorithm.kl_coef` = {algorithm.kl_coef} needs the KL, but `algorithm.measure_kl` = false; leave it out"
+        )
+    if algorithm.name == "ppo" and config.critic is None:
+        yield (
+            '`algorithm.name` = "ppo" needs a critic: add a `[critic]` table (docs/critic.md), or use an algorithm '
+            "without one, such as grpo"
+        )
+    if config.critic is not None and algorithm.built_in and algorithm.name != "ppo":
+        yield (
+            f"`[critic]` has no effect with `algorithm.name` = {literal(algorithm.name)}, which uses no values; "
+            'leave it out, or use "ppo"'
+        )
+    if algorithm.correction != "none" and config.numerics.mode == "exact" and not rollout.staleness:
+        yield (
+            f"`algorithm.correction` = {literal(algorithm.correction)} has no effect in exact mode without staleness: "
+            "the record is the trainer's, bit for bit, and every weight is 1; leave it out"
+        )
+    if algorithm.overlong_tokens > rollout.max_new_tokens:
+        yield (
+            f"`algorithm.overlong_tokens` = {algorithm.overlong_tokens} is more than `rollout.max_new_tokens` = "
+            f"{rollout.max_new_tokens}: the penalty would begin before the first token; use fewer"
+        )
+    if algorithm.dynamic_rounds and rollout.staleness:
+        yield (
+            f"`algorithm.dynamic_rounds` = {algorithm.dynamic_rounds} with `rollout.staleness` = {rollout.staleness}: "
+            "which prompts the next steps get is known only when this step's groups are, so they cannot be asked for "
+            "ahead; use staleness = 0, or dynamic_rounds = 0"
+        )
+    if algorithm.name == "raft" and algorithm.best_of >= rollout.samples:
+        yield (
+            f"`algorithm.best_of` = {algorithm.best_of} of `rollout.samples` = {rollout.samples}: a best one is chosen "
+            "from more; use less"
+        )
+    if config.train.mini_batches > rollout.prompts * rollout.samples:
+        yield (
+            f"`train.mini_batches` = {config.train.mini_batches} is more than rollout.prompts * rollout.samples = "
+            f"{rollout.prompts * rollout.samples} samples; use fewer"
         )
 
 
 # Keys whose value may be `module:function`: their section's `folder` says where the module is looked for.
 def _set_folders(data: dict[str, Any], folder: Path) -> None:
     """Write the recipe's folder into the sections that name a `module:function` and no folder of their own."""
-    task, reward = data.get("task"), data.get("reward")
+    task, reward, algorithm = data.get("task"), data.get("reward"), data.get("algorithm")
     if isinstance(task, dict) and "function" in task:
         task.setdefault("folder", str(folder))
+    if isinstance(algorithm, dict) and ":" in str(algorithm.get("name")):
+        algorithm.setdefault("folder", str(folder))
     if isinstance(reward, dict) and isinstance(reward.get("functions"), list):
         names = [f.get("name") for f in reward["functions"] if isinstance(f, dict)]
         if any(isinstance(name, str) and ":" in name for name in names):
@@ -231,10 +292,12 @@ def parse_config(text: str, *, overrides: list[str], folder: Path, where: str) -
     folder: what relative paths in the text, and `module:function` everywhere, start from; paths in overrides start from
     the working directory. where: names the recipe in errors. Raises: ConfigError that lists every problem.
     """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{where}: not valid TOML: {e}") from None
+    data = _toml(text, where)
+    if "reward_model" in data:
+        raise ConfigError(
+            f"{where}: a recipe with [reward_model] trains a reward model on preference pairs and has no policy; the "
+            "command that takes it is `lockstep run`"
+        )
     make_paths_absolute(Config, data, folder.resolve())
     overridden = apply_overrides(Config, data, overrides, Path.cwd())
     _set_folders(data, folder.resolve())
@@ -248,13 +311,28 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Raises: ConfigError (no such file, not TOML, unknown key, wrong value, keys that do not go together).
     """
     path = Path(path)
+    return parse_config(_text(path), overrides=overrides or [], folder=path.parent, where=str(path))
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The tables of a recipe, unchecked. Raises: ConfigError (no such file, not TOML)."""
+    return _toml(_text(path), str(path))
+
+
+def _toml(text: str, where: str) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{where}: not valid TOML: {e}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe {path}{_recipes_near(path)}") from None
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"the recipe {path} cannot be read: {e}") from None
-    return parse_config(text, overrides=overrides or [], folder=path.parent, where=str(path))
 
 
 def _recipes_near(path: Path) -> str:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, model_validator
 
 from lockstep.schema import REQUIRED, Bool, Expects, Float, Int, Problems, Section, key, literal, toml_value
+from lockstep.value_sections import RewardModelConfig
 
 IN_WORKERS = ("math_verify", "reasoning_gym")  # built-ins that can hang on what a model wrote
 CHAT_ONLY_FIELDS = ("messages", "prompt", "model", "n", "stream", "max_tokens")  # `options` may not set what keys do
@@ -169,6 +170,7 @@ class RewardJudge(Section):
 class RewardConfig(Section):
     functions: tuple[RewardFunction, ...] = key((), "Functions that score; each is run for every completion.")
     judges: tuple[RewardJudge, ...] = key((), "Models that score by a rubric.")
+    models: tuple[RewardModelConfig, ...] = key((), "Trained reward models that score.")
     on_error: Literal["fail", "drop", "score"] = key(
         "fail",
         "When a function or judge gives no number: it raises, hangs, crashes, is not finite. fail: stop the run. drop: "
@@ -192,18 +194,18 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _names_and_weights(self) -> RewardConfig:
-        parts: list[RewardFunction | RewardJudge] = [*self.functions, *self.judges]
+        parts: list[RewardFunction | RewardJudge | RewardModelConfig] = [*self.functions, *self.judges, *self.models]
         if not parts:
             raise ValueError(
-                "`reward.functions` and `reward.judges` are both empty, so no completion is better than another; list "
-                "a function or a judge"
+                "`reward.functions`, `reward.judges` and `reward.models` are all empty, so no completion is better "
+                "than another; list a function, a judge or a model"
             )
         names = [part.name for part in parts]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(
-                    f"`reward.functions` and `reward.judges` list {literal(name)} twice; give it once, with the "
-                    "summed weight (a second judge needs a name of its own)"
+                    f"`reward.functions`, `reward.judges` and `reward.models` list {literal(name)} twice; give it "
+                    "once, with the summed weight (a second judge or model needs a name of its own)"
                 )
         if all(part.weight == 0 for part in parts):
             raise ValueError("all weights of `reward` are zero: every reward is 0, nothing can be learnt")

@@ -231,6 +231,8 @@ def suggest(section: type[Section], unknown: str) -> str:
     name = unknown.rpartition(".")[2]
     also = [k for k in known if name in k.also]
     near = also or _nearest(known, unknown)
+    # A table that occurs inside another one as well (`optim`, `critic.optim`): the outer one's keys are meant.
+    near = [k for k in near if not any(k.path.endswith(f".{other.path}") for other in near)]
     if near:
         return "did you mean " + " or ".join(f"`{k.path}`" for k in near) + "?"
     within = unknown.rpartition(".")[0]

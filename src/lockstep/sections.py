@@ -5,31 +5,27 @@ Checks in here concern one table; `config.py` puts the tables together and check
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Strict, Tag, model_validator
+from pydantic import AfterValidator, Strict, model_validator
 
+from lockstep.cluster_section import ClusterConfig
 from lockstep.schema import REQUIRED, Bool, Expects, Float, Int, Section, key, literal, toml_value
 
-Role = Literal["actor", "rollout", "reference"]
-ROLES: tuple[Role, ...] = ("actor", "rollout", "reference")
 Target = Literal["q", "k", "v", "o", "gate", "up", "down"]
 PositiveOrInf = Annotated[float, Strict(), Expects("a number > 0, or inf")]
-KlEstimator = Literal["k1", "k2", "k3"]
 
 
-class RunConfig(Section):
+class NamedRun(Section):
     name: Annotated[str, Expects("a folder name (letters, digits, `_`, `.` and `-`)")] = key(
         REQUIRED, "Name of the run: its folder below `dir`.", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
     )
     dir: str = key("runs", "Folder that holds the runs; relative to where the command is run.", also=("output_dir",))
     seed: Int = key(0, "Every random draw of the run is derived from it.", ge=0, lt=2**31)
-    steps: Int = key(REQUIRED, "Training steps.", ge=1, also=("max_steps", "num_steps", "total_steps"))
     checkpoint_every: Int = key(
         10,
         "Steps between checkpoints: a run that is killed loses at most so many. 0: only at the end.",
@@ -41,6 +37,10 @@ class RunConfig(Section):
     def path(self) -> Path:
         """The run directory."""
         return Path(self.dir) / self.name
+
+
+class RunConfig(NamedRun):
+    steps: Int = key(REQUIRED, "Training steps.", ge=1, also=("max_steps", "num_steps", "total_steps"))
 
 
 class ModelConfig(Section):
@@ -73,97 +73,6 @@ class LoraConfig(Section):
         if len(set(self.targets)) < len(self.targets):
             raise ValueError(f"`lora.targets` = {literal(self.targets)} names a matrix twice; a matrix has one adapter")
         return self
-
-
-class MeshConfig(Section):
-    """The shape of a mesh: the product of its axes is the number of its devices. The axes may be mixed freely. `data`
-    and `fsdp` split the batch: each device computes its own rows, with matrices that `fsdp` splits in storage and
-    gathers where they are used. `tensor` splits the matrix products: its devices compute the same rows together."""
-
-    data: Int = key(1, "Devices that hold copies of the weights; they split the batch.", ge=1)
-    fsdp: Int = key(1, "Devices that split the storage of the weights by model width; they split the batch.", ge=1)
-    tensor: Int = key(
-        1,
-        "Devices that split weights, their products and the cache by heads, MLP width and vocabulary.",
-        ge=1,
-    )
-
-    @property
-    def size(self) -> int:
-        """Number of devices."""
-        return self.data * self.fsdp * self.tensor
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Axis name -> number of devices, in mesh order."""
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-
-
-Mesh = Annotated[MeshConfig, Expects('a mesh such as {fsdp = 4, tensor = 2} (axes "data", "fsdp", "tensor")')]
-MeshOrRole = Annotated[
-    Annotated[str, Tag("<role>")] | Annotated[MeshConfig, Tag("<mesh>")],
-    Discriminator(lambda value: "<role>" if isinstance(value, str) else "<mesh>"),
-    Expects(
-        'the name of a role that has a mesh, or a mesh such as {fsdp = 4, tensor = 2} (axes "data", "fsdp", "tensor")'
-    ),
-]
-
-
-class ClusterConfig(Section):
-    actor: Mesh = key(MeshConfig(), "Mesh of the role that trains: it owns the weights and the optimizer.")
-    rollout: MeshOrRole = key("actor", "Mesh of the role that samples. A role's name: the same mesh, the same arrays.")
-    reference: MeshOrRole = key("actor", "Mesh of the frozen policy that the KL is measured against.")
-    cpu_devices: Int | None = key(None, "Simulate so many CPU devices (for trying meshes out on one machine).", ge=1)
-
-    @model_validator(mode="after")
-    def _aliases(self) -> ClusterConfig:
-        for role in ROLES:
-            alias = getattr(self, role)
-            if not isinstance(alias, str):
-                continue
-            owners = [r for r in ROLES if isinstance(getattr(self, r), MeshConfig)]
-            choices = " or ".join(literal(r) for r in owners)
-            if alias not in ROLES:
-                raise ValueError(f"`cluster.{role}` = {literal(alias)} is not a role; use {choices}, or a mesh")
-            if alias not in owners:
-                raise ValueError(
-                    f"`cluster.{role}` = {literal(alias)}, but {alias} has no mesh of its own "
-                    f"(it is {literal(getattr(self, alias))}): an alias names the role that has the mesh; use {choices}"
-                )
-        if self.cpu_devices is not None and self.num_devices > self.cpu_devices:
-            shapes = ", ".join(f"{r} {getattr(self, r).size}" for r in ROLES if self.owner(r) == r)
-            raise ValueError(
-                f"`cluster.cpu_devices` = {self.cpu_devices}, but the meshes need {self.num_devices} devices "
-                f"({shapes}; separate meshes never share devices); use cpu_devices = {self.num_devices}, or an alias"
-            )
-        return self
-
-    def owner(self, role: Role) -> Role:
-        """The role whose mesh and arrays `role` uses: itself unless it is an alias."""
-        value = getattr(self, role)
-        return value if isinstance(value, str) else role  # type: ignore[return-value]
-
-    def mesh(self, role: Role) -> MeshConfig:
-        """The mesh that `role` runs on."""
-        mesh = getattr(self, self.owner(role))
-        assert isinstance(mesh, MeshConfig)
-        return mesh
-
-    @property
-    def shapes(self) -> dict[str, Mapping[str, int] | str]:
-        """Role -> its mesh's axes, or the role whose mesh it uses: what `cluster.roles.assign` takes."""
-        values = {role: getattr(self, role) for role in ROLES}
-        return {role: value if isinstance(value, str) else value.axes for role, value in values.items()}
-
-    @property
-    def num_devices(self) -> int:
-        """Devices over all meshes."""
-        return sum(self.mesh(r).size for r in ROLES if self.owner(r) == r)
-
-    @property
-    def fewest_parts(self) -> int:
-        """The smallest number that every mesh's `tensor` divides."""
-        return math.lcm(*(self.mesh(r).tensor for r in ROLES))
 
 
 # Which keys of [task] belong to which kinds; the others belong to all.
@@ -273,18 +182,6 @@ class TaskConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = key("grpo", "Group z-score advantages, clipped ratio (Shao et al. 2024).")
-    clip_low: Float = key(0.2, "The ratio is clipped below at 1 - clip_low.", gt=0, le=1, also=("epsilon", "clip"))
-    clip_high: Float = key(0.28, "The ratio is clipped above at 1 + clip_high.", gt=0, also=("epsilon_high",))
-    kl_coef: Float = key(
-        0.0, "Weight of the KL to the reference in the loss; 0: not in it.", ge=0, also=("beta", "kl_weight")
-    )
-    kl_estimator: KlEstimator = key("k3", "Which estimate of the KL, per token (Schulman 2020).", also=("kl_type",))
-    measure_kl: Bool = key(True, "Measure the KL each step, in the loss or not (a forward pass of the reference).")
-    std_epsilon: Float = key(1e-4, "Added to a group's standard deviation before dividing by it.", gt=0)
-
-
 class OptimConfig(Section):
     lr: Float = key(1e-6, "Peak learning rate (Adam).", ge=0, also=("learning_rate",))
     schedule: Literal["constant", "linear", "cosine"] = key(
@@ -319,11 +216,24 @@ class TrainConfig(Section):
     micro_batch_rows: Int = key(
         4096, "Token rows per device and forward pass; less memory, more passes.", ge=1, also=("micro_batch_size",)
     )
+    epochs: Int = key(
+        1, "How often a step's samples are trained on.", ge=1, also=("num_iterations", "ppo_epochs", "mu")
+    )
+    mini_batches: Int = key(
+        1,
+        "Parts, of samples drawn anew in each epoch, that a step's samples are cut into; each is an optimizer update.",
+        ge=1,
+        also=("num_mini_batches", "ppo_mini_batch_size"),
+    )
     select: Literal["all", "informative"] = key(
         "all", "informative: train only on the `select_count` rollouts of largest |advantage| (changes the objective)."
     )
     select_count: Int = key(0, "informative: how many rollouts; 0 with `all`.", ge=0)
     save_trajectories: Bool = key(True, "Write every step's trajectories to `trajectories/` (Parquet).")
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs * self.mini_batches
 
 
 class SyncConfig(Section):

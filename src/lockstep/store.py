@@ -69,6 +69,13 @@ COLUMNS: tuple[Column, ...] = (
         "log-probability of each id under the frozen reference policy; nats; null = not computed",
         lambda t: t.reference_logprobs,
     ),
+    Column(
+        "values",
+        _FLOAT32S,
+        True,
+        "the critic's value of the state before each id was drawn; null = there is no critic",
+        lambda t: t.values,
+    ),
     Column("finish_reason", pa.string(), False, "stop, length or abort", lambda t: t.finish_reason),
     Column("seed", pa.uint64(), False, "seed of this request", lambda t: t.seed),
     Column("text", pa.string(), False, "completion decoded, special tokens skipped", lambda t: t.text),
@@ -219,7 +226,8 @@ def _trajectory(columns: Mapping[str, list[Any]], reward_names: list[str], row: 
         reward=get["reward"],
         failed=get["failed"],
         reference_logprobs=get["reference_logprobs"],
-        kept_logmass=get.get("kept_logmass"),  # files of earlier versions have none
+        kept_logmass=get.get("kept_logmass"),  # files of earlier versions have none, and no values
+        values=get.get("values"),
     )
 
 

@@ -189,7 +189,8 @@ class Trajectory:
       was asked for.
     Filled by the environment: text (completion decoded, special tokens skipped), rewards (by reward name) and
       reward (their weighted sum); `failed` says why there is no reward, then reward is NaN.
-    Filled by scoring: reference_logprobs [T] float32 or None.
+    Filled by scoring: reference_logprobs [T] float32 or None; values [T] float32, the critic's of the state before each
+      token is drawn (the value that predicts token t has seen the prompt and tokens 0..t-1), or None.
     """
 
     prompt_ids: np.ndarray
@@ -209,6 +210,7 @@ class Trajectory:
     reference_logprobs: np.ndarray | None = None
     kept_logmass: np.ndarray | None = None
     details: Details | None = None
+    values: np.ndarray | None = None
 
     @property
     def sampled_logprobs(self) -> np.ndarray:
@@ -219,4 +221,5 @@ class Trajectory:
         n = len(self.completion_ids)
         assert len(self.logprobs) == n == len(self.versions), (n, len(self.logprobs), len(self.versions))
         assert self.kept_logmass is None or len(self.kept_logmass) == n
+        assert self.values is None or (len(self.values) == n and self.values.dtype == np.float32)
         assert self.logprobs.dtype == np.float32 and self.completion_ids.dtype == np.int32

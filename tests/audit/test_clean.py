@@ -16,6 +16,7 @@ def test_a_clean_cluster_passes_everything(ask, with_adapter) -> None:
     assert {n for n, c in checks.items() if c.status == "n/a"} == RUN_ONLY
 
 
+@pytest.mark.slow
 def test_a_clean_cluster_that_trains_every_weight(ask, all_weights) -> None:
     checks = ask(all_weights, all_weights.cluster())
     assert {n: c for n, c in checks.items() if c.status == "fail"} == {}

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lockstep.algorithms.advantages import GroupAdvantages, group_z_scores
+from lockstep.algorithms.advantages import group_scores
 from lockstep.algorithms.grpo import GRPO
 from lockstep.algorithms.losses import Totals
 from lockstep.cluster.programs import SplitWeights
@@ -322,14 +322,16 @@ def weights_that_decay_by_themselves(bench):
 
 
 def algorithm(bench, kind: type[GRPO]) -> GRPO:
-    return kind(**vars(bench.base.trainer.algorithm))
+    base = bench.base.trainer.algorithm
+    return kind(base.settings, base.length)
 
 
 @fault("group-permutation", "cut by position")
 def groups_by_position(bench):
     class Faulty(GRPO):
-        def advantages(self, rewards, group_ids):
-            return group_z_scores(rewards, [str(i // 4) for i in range(len(rewards))], self.std_epsilon)
+        def advantages(self, samples):
+            by_position = [str(i // 4) for i in range(len(samples.rewards))]
+            return group_scores(replace(samples, group_ids=by_position), "group", self.settings.std_epsilon)
 
     return bench.cluster(algorithm=algorithm(bench, Faulty))
 
@@ -337,21 +339,9 @@ def groups_by_position(bench):
 @fault("equal-rewards", "centred over the batch", slow=True)
 def advantages_centred_over_the_batch(bench):
     class Faulty(GRPO):
-        def advantages(self, rewards, group_ids):
-            found = super().advantages(rewards, group_ids)
-            values = np.asarray(rewards)
-            if not np.isfinite(values).all():
-                raise ValueError("a reward is not finite")
-            return GroupAdvantages((values - values.mean()) / (values.std() + 1e-4), found.zero_variance, found.groups)
-
-    return bench.cluster(algorithm=algorithm(bench, Faulty))
-
-
-@fault("masked-garbage", "NaN rewards are averaged in, or hidden", slow=True)
-def rewards_that_are_nan_hidden(bench):
-    class Faulty(GRPO):
-        def advantages(self, rewards, group_ids):
-            return super().advantages(np.nan_to_num(rewards), group_ids)
+        def advantages(self, samples):
+            r = samples.rewards
+            return replace(super().advantages(samples), per_sample=(r - r.mean()) / (r.std() + 1e-4))
 
     return bench.cluster(algorithm=algorithm(bench, Faulty))
 
@@ -359,8 +349,8 @@ def rewards_that_are_nan_hidden(bench):
 @fault("split-invariance", "means are taken per micro-batch")
 def a_mean_per_micro_batch(bench):
     class Faulty(GRPO):
-        def loss(self, logp, tokens, totals):
-            return super().loss(logp, tokens, Totals(tokens.mask.sum(), totals.sequences))
+        def loss(self, logp, entropy, tokens, totals):
+            return super().loss(logp, entropy, tokens, Totals(tokens.mask.sum(), totals.sequences))
 
     return bench.cluster(algorithm=algorithm(bench, Faulty))
 
@@ -368,17 +358,23 @@ def a_mean_per_micro_batch(bench):
 @fault("policy-gradient", "the sign is flipped")
 def a_surrogate_of_the_wrong_sign(bench):
     class Faulty(GRPO):
-        def loss(self, logp, tokens, totals):
-            return super().loss(logp, tokens._replace(advantage=-tokens.advantage), totals)
+        def loss(self, logp, entropy, tokens, totals):
+            return super().loss(logp, entropy, tokens._replace(advantage=-tokens.advantage), totals)
 
     return bench.cluster(algorithm=algorithm(bench, Faulty))
+
+
+def with_kl(algorithm: GRPO, coef: float) -> GRPO:
+    return GRPO(algorithm.settings.model_copy(update={"kl_coef": coef}), algorithm.length)
 
 
 @fault("kl-gradient", "the sign is flipped")
 def a_kl_of_the_wrong_sign(bench):
     class Faulty(GRPO):
-        def loss(self, logp, tokens, totals):
-            return GRPO(**{**vars(self), "kl_coef": -self.kl_coef}).loss(logp, tokens, totals)
+        def loss(self, logp, entropy, tokens, totals):
+            whole = super().loss(logp, entropy, tokens, totals)
+            without = with_kl(self, 0.0).loss(logp, entropy, tokens, totals)
+            return 2 * without[0] - whole[0], whole[1]
 
     return bench.cluster(algorithm=algorithm(bench, Faulty))
 
@@ -386,10 +382,10 @@ def a_kl_of_the_wrong_sign(bench):
 @fault("kl-gradient", "no gradient", slow=True)
 def a_kl_without_gradient(bench):
     class Faulty(GRPO):
-        def loss(self, logp, tokens, totals):
-            loss, metrics = GRPO(**{**vars(self), "kl_coef": 0.0}).loss(logp, tokens, totals)
-            with_kl = super().loss(logp, tokens, totals)[0]
-            return loss + jax.lax.stop_gradient(with_kl - loss), metrics
+        def loss(self, logp, entropy, tokens, totals):
+            loss, metrics = with_kl(self, 0.0).loss(logp, entropy, tokens, totals)
+            whole = super().loss(logp, entropy, tokens, totals)[0]
+            return loss + jax.lax.stop_gradient(whole - loss), metrics
 
     return bench.cluster(algorithm=algorithm(bench, Faulty))
 

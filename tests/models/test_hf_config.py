@@ -389,7 +389,7 @@ def test_gemma_traits() -> None:
 REFUSED: list[tuple[dict, dict, str]] = [
     (LLAMA3, {"model_type": "phi3"}, "model_type is 'phi3'; supported: llama, mistral, qwen2"),
     (LLAMA3, {"model_type": None}, "model_type is None"),
-    (LLAMA3, {"architectures": ["LlamaForSequenceClassification"]}, "supported: .'LlamaForCausalLM'"),
+    (LLAMA3, {"architectures": ["LlamaForTokenClassification"]}, "supported: .'LlamaForCausalLM'"),
     (LLAMA3, {"attention_bias": True}, "key 'attention_bias' is True; supported: False"),
     (LLAMA3, {"mlp_bias": True}, "key 'mlp_bias' is True; supported: False"),
     (LLAMA3, {"quantization_config": {"quant_method": "fp8"}}, "key 'quantization_config'.*supported: None"),

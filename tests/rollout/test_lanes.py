@@ -259,7 +259,7 @@ ops = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     house=st.sampled_from(["full", "full", "lora"]),
     devices=st.sampled_from([1, 2]),

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 import pytest
 
-from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithms import make_algorithm
+from lockstep.algorithms.base import Algorithm
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
@@ -34,9 +35,9 @@ FINGERPRINT = Fingerprint("tokenizer", "template", "decoding", "numerics")
 PLAIN = ModelSpec("llama", 60, 12, 6, 2, 4, 20, (LayerKind(Rope(10000.0)),) * 2, 1e-5, 0.5, 512, tied_head=True)
 
 
-def grpo(**settings: Any) -> GRPO:
+def grpo(**settings: Any) -> Algorithm:
     """As a recipe with these settings makes it."""
-    return GRPO.from_config(AlgorithmConfig(**settings))
+    return make_algorithm(AlgorithmConfig(**({"clip_high": 0.28} | settings)), 8)
 
 
 def random_tree(leaves: dict[str, Leaf], params: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
@@ -53,7 +54,7 @@ class Policy:
     base: dict[str, np.ndarray]
     adapter: dict[str, np.ndarray] | None
     leaves: dict[str, Leaf]
-    keepers: dict[tuple[GRPO, bool], Trainer] = field(default_factory=dict)
+    keepers: dict[tuple[Algorithm, bool], Trainer] = field(default_factory=dict)
 
     @staticmethod
     @cache  # a policy is never changed, and tests that share one share its compiled programs
@@ -88,7 +89,7 @@ class Policy:
 
     def trainer(
         self,
-        algorithm: GRPO | None = None,
+        algorithm: Algorithm | None = None,
         optimizer: optax.GradientTransformation | None = None,
         schedule: Any = None,
         *,
@@ -115,7 +116,7 @@ class Policy:
     ) -> list[MicroBatch]:
         return make_micro_batches(trajectories, advantages, TEMPERATURE, self.geometry(max_rows))
 
-    def keeper(self, algorithm: GRPO, exact: bool = True) -> Trainer:
+    def keeper(self, algorithm: Algorithm, exact: bool = True) -> Trainer:
         """A trainer whose weights never move, the same one for the same arguments."""
         if (algorithm, exact) not in self.keepers:
             self.keepers[algorithm, exact] = self.trainer(algorithm, exact=exact)
@@ -125,7 +126,7 @@ class Policy:
         self,
         batches: list[MicroBatch],
         trajectories: list[Trajectory],
-        algorithm: GRPO | None = None,
+        algorithm: Algorithm | None = None,
         *,
         exact: bool = True,
         trunks: Any = None,

@@ -90,7 +90,7 @@ def test_every_completion_token_once_with_everything_that_belongs_to_it(case: Ca
         devices = case.geometry.row_shards
         n, m = len(batch.rows.tokens) // devices, len(batch.at) // devices
         covered = np.zeros(len(batch.at), bool)
-        for sample, start, stop in batch.spans:
+        for number, (sample, start, stop) in enumerate(batch.spans):
             t = case.trajectories[sample]
             assert stop - start == len(t.completion_ids) and not covered[start:stop].any()
             covered[start:stop] = True
@@ -102,7 +102,7 @@ def test_every_completion_token_once_with_everything_that_belongs_to_it(case: Ca
                 assert batch.tokens.old_logp[slot] == t.logprobs[i]
                 assert batch.tokens.ref_logp[slot] == (0 if t.reference_logprobs is None else t.reference_logprobs[i])
                 assert batch.tokens.advantage[slot] == np.float32(case.advantages[sample])
-                assert batch.tokens.sequence[slot] == sample
+                assert batch.tokens.sequence[slot] == number
                 # The row that predicts token i sees the prompt and the i tokens before it, each at its position.
                 before = whole[: len(t.prompt_ids) + i]
                 assert what_a_row_reads(batch, slot // m, n, batch.at[slot]) == before

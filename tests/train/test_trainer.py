@@ -10,16 +10,17 @@ import numpy as np
 import optax
 import pytest
 
-from lockstep.algorithms.grpo import GRPO
+from lockstep.algorithms import make_algorithm
+from lockstep.algorithms.base import Algorithm
 from lockstep.config import AlgorithmConfig, OptimConfig
 from lockstep.errors import MismatchError, NumericsError
-from lockstep.train.assembly import make_optimizer, make_schedule
+from lockstep.train.optimizer import make_optimizer, make_schedule
 from lockstep.train.trainer import Trainer, first_trained_layer, mismatch
 
 
-def grpo(**settings: Any) -> GRPO:
+def grpo(**settings: Any) -> Algorithm:
     """As a recipe with these settings makes it."""
-    return GRPO.from_config(AlgorithmConfig(**settings))
+    return make_algorithm(AlgorithmConfig(**({"clip_high": 0.28} | settings)), 8)
 
 
 def copy_of(tree: Any) -> list[bytes]:

@@ -14,7 +14,7 @@ from lockstep.audit.check import Check, Finding, Report, failed, not_applicable
 from lockstep.audit.runs import StoredRun
 from lockstep.audit.subject import Subject, in_small
 from lockstep.config import Config
-from lockstep.envs.loading import describe_exception
+from lockstep.loading import describe_exception
 from lockstep.train.assembly import build
 
 OfRecipe = Callable[[Subject], Finding]

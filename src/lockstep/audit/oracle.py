@@ -6,39 +6,18 @@ Nothing here calls what the loop calls: a number that is wrong in the loop is no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from lockstep.audit.definitions import by_group, by_token, k_estimate, loss
 from lockstep.config import Config
 from lockstep.store import StepRecord
 from lockstep.types import Trajectory
 
 EXACT, SUMMED, DEVICE = 1e-9, 1e-6, 1e-4
 """Relative tolerances: float64 either way; float64 sums of float32; float32 sums on the device."""
-
-
-def k_estimate(name: str, logp: np.ndarray, ref: np.ndarray) -> np.ndarray:
-    """Per-token KL(policy || reference): k1, k2, k3 (Schulman, "Approximating KL Divergence", 2020)."""
-    d = ref - logp
-    return {"k1": -d, "k2": d * d / 2, "k3": np.exp(d) - 1 - d}[name]
-
-
-def z_scores(rewards: Sequence[float], groups: Sequence[str], epsilon: float) -> tuple[np.ndarray, int]:
-    """(advantage of every sample, groups without any): GRPO's (arXiv:2402.03300, section 4.1.2), group by group."""
-    found, flat = np.zeros(len(rewards)), 0
-    for group in dict.fromkeys(groups):
-        members = [i for i, g in enumerate(groups) if g == group]
-        own = [rewards[i] for i in members]
-        if len(set(own)) == 1:
-            flat += 1
-            continue
-        mean = math.fsum(own) / len(own)
-        spread = math.sqrt(math.fsum((r - mean) ** 2 for r in own) / (len(own) - 1))
-        for i, r in zip(members, own, strict=True):
-            found[i] = (r - mean) / (spread + epsilon)
-    return found, flat
 
 
 def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) -> list[str]:
@@ -67,13 +46,17 @@ def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) ->
         finish__stop=reasons.count("stop"),
         finish__length=reasons.count("length"),
     )
-    scores, flat = z_scores([t.reward for t in kept], [t.group_id for t in kept], config.algorithm.std_epsilon)
-    expect(EXACT, groups__total=len({t.group_id for t in kept}), groups__zero_variance=flat)
-    by_sample = {(t.group_id, t.index): a for t, a in zip(kept, scores, strict=True)}
+    judged = _judged(config, kept)
+    expect(EXACT, groups__total=len({t.group_id for t in judged}))
+    found: list[str] = []
     trained = _trained(step)
-    found = _wrong_advantages(by_sample, trained)
+    if judged:
+        wanted_advantages, flat = _advantages(config, judged)
+        expect(EXACT, groups__zero_variance=flat)
+        if config.algorithm.built_in:  # of others, nobody but they knows what their advantages should be
+            found = _wrong_advantages(wanted_advantages, trained)
     if trained:
-        _expect_training(config, trained, expect)
+        _expect_training(config, trained, metrics, expect)
     return found + [
         f"{name}: logged {metrics[name]!r}, recomputed {value!r}" if name in metrics else f"{name}: not logged"
         for name, value in wanted.items()
@@ -81,46 +64,100 @@ def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) ->
     ]
 
 
-Trained = list[tuple[Trajectory, float, np.ndarray]]
+Trained = list[tuple[Trajectory, np.ndarray, np.ndarray]]
+Wanted = Mapping[tuple[str, int], np.ndarray]
 
 
 def _trained(step: StepRecord) -> Trained:
-    """(trajectory, advantage, trainer's log-probabilities) of those that the step trained on."""
-    rows = zip(step.trajectories, step.extra["advantage"], step.extra["trainer_logprobs"], strict=True)
-    return [(t, float(a), lp) for t, a, lp in rows if a is not None and lp is not None]
-
-
-def _wrong_advantages(wanted: Mapping[tuple[str, int], float], trained: Trained) -> list[str]:
-    wrong = [
-        f"advantage of sample {t.index} of {t.group_id!r}: used {a:.6g}, its group's rewards give "
-        f"{wanted[t.group_id, t.index]:.6g}"
-        for t, a, _ in trained
-        if not _close(a, wanted[t.group_id, t.index], EXACT)
+    """(trajectory, advantage of each token [T] or of all [1], trainer's log-probabilities) of those trained on."""
+    whole = step.extra["advantage"]
+    tokens = step.extra.get("token_advantages", [None] * len(whole))
+    rows = zip(step.trajectories, whole, tokens, step.extra["trainer_logprobs"], strict=True)
+    return [
+        (t, np.asarray([a] if each is None else each, np.float64), lp)
+        for t, a, each, lp in rows
+        if a is not None and lp is not None
     ]
+
+
+def _shaped(config: Config, t: Trajectory) -> float:
+    """The reward less what the completion's length costs (DAPO, arXiv:2503.14476, equation 13)."""
+    s, most = config.algorithm, config.rollout.max_new_tokens
+    over = len(t.completion_ids) - (most - s.overlong_tokens)
+    return t.reward - (s.overlong_penalty * min(over / s.overlong_tokens, 1.0) if s.overlong_tokens and over > 0 else 0)
+
+
+def _judged(config: Config, kept: list[Trajectory]) -> list[Trajectory]:
+    """Those that advantages are made from: with dynamic sampling, the first groups with different rewards."""
+    if not config.algorithm.dynamic_rounds:
+        return kept
+    rewards: dict[str, set[float]] = {}
+    for t in kept:
+        rewards.setdefault(t.group_id, set()).add(_shaped(config, t))
+    uneven = [g for g, found in rewards.items() if len(found) > 1] or list(rewards)
+    chosen = set(uneven[: config.rollout.prompts])
+    return [t for t in kept if t.group_id in chosen]
+
+
+def _penalty(config: Config, t: Trajectory) -> np.ndarray:
+    """[T] what the KL in the reward takes off each token's."""
+    s = config.algorithm
+    if not s.kl_coef or s.kl_in != "reward" or t.reference_logprobs is None:
+        return np.zeros(len(t.completion_ids))
+    kl = k_estimate(s.kl_estimator, t.logprobs.astype(np.float64), t.reference_logprobs.astype(np.float64))
+    return s.kl_coef * kl * (1.0 if t.kept_logmass is None else np.exp(t.kept_logmass.astype(np.float64)))
+
+
+def _advantages(config: Config, judged: list[Trajectory]) -> tuple[Wanted, int]:
+    """(what each sample's tokens should be weighted with, groups whose rewards are all equal)."""
+    s = config.algorithm
+    keys = [(t.group_id, t.index) for t in judged]
+    groups = [t.group_id for t in judged]
+    rewards, penalties = [_shaped(config, t) for t in judged], [_penalty(config, t) for t in judged]
+    outcomes = [r - math.fsum(p) for r, p in zip(rewards, penalties, strict=True)]
+    scores, flat = by_group(s, outcomes, groups)
+    if s.name not in ("reinforce_pp", "ppo"):
+        return {k: np.array([a]) for k, a in zip(keys, scores, strict=True)}, flat
+    values = None
+    if s.name == "ppo":
+        values = [t.values for t in judged if t.values is not None]
+        if len(values) < len(judged):
+            return {}, flat
+    return dict(zip(keys, by_token(s, rewards, groups, penalties, values), strict=True)), flat
+
+
+def _wrong_advantages(wanted: Wanted, trained: Trained) -> list[str]:
+    wrong = []
+    for t, a, _ in trained:
+        should = wanted.get((t.group_id, t.index))
+        if should is None:
+            wrong.append(f"sample {t.index} of {t.group_id!r} was trained on, which has no advantage")
+        elif len(a) != len(should) or not np.allclose(a, should, EXACT if len(a) == 1 else 1e-5, 1e-6):
+            at = int(np.argmax(np.abs(a - should))) if len(a) == len(should) else 0
+            wrong.append(
+                f"advantage of sample {t.index} of {t.group_id!r}: used {a[at]:.6g}, its rewards give {should[at]:.6g}"
+            )
     return wrong[:1] + ([f"and {len(wrong) - 1} more advantages"] if len(wrong) > 1 else [])
 
 
-def _expect_training(config: Config, trained: Trained, expect: Any) -> None:
+def _expect_training(config: Config, trained: Trained, metrics: Mapping[str, Any], expect: Any) -> None:
     algorithm = config.algorithm
     old32 = np.concatenate([t.logprobs for t, _, _ in trained])
     new32 = np.concatenate([lp for _, _, lp in trained])
     old, new = old32.astype(np.float64), new32.astype(np.float64)
-    kept = np.concatenate(
-        [np.zeros(len(lp)) if t.kept_logmass is None else t.kept_logmass.astype(np.float64) for t, _, lp in trained]
-    )
-    mass = np.exp(kept)
-    advantage = mass * np.concatenate([np.full(len(lp), a) for _, a, lp in trained])
+    kept = [np.zeros(len(lp)) if t.kept_logmass is None else t.kept_logmass for t, _, lp in trained]
+    mass = np.exp(np.concatenate(kept).astype(np.float64))
+    advantage = mass * np.concatenate([np.broadcast_to(a, len(lp)) for _, a, lp in trained])
     d = new - old
-    ratio, weight = np.exp(d), np.exp(d - d.max())
-    free = ratio * advantage
-    held = np.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantage
-    loss = -np.minimum(free, held)
+    weight = np.exp(d - d.max())
     references = [t.reference_logprobs for t, _, _ in trained]
-    if all(ref is not None for ref in references):
-        ref = np.concatenate([ref for ref in references if ref is not None]).astype(np.float64)
-        kl = mass * k_estimate(algorithm.kl_estimator, new, ref)
-        expect(DEVICE, **{f"kl/{algorithm.kl_estimator}": float(kl.mean())})
-        loss = loss + algorithm.kl_coef * kl
+    ref = np.zeros(len(new))
+    if all(r is not None for r in references):
+        ref = np.concatenate([r for r in references if r is not None]).astype(np.float64)
+        expect(
+            DEVICE,
+            **{f"kl/{algorithm.kl_estimator}": float((mass * k_estimate(algorithm.kl_estimator, new, ref)).mean())},
+        )
     expect(
         SUMMED,
         tokens__trained=len(new),
@@ -130,7 +167,19 @@ def _expect_training(config: Config, trained: Trained, expect: Any) -> None:
         mismatch__k3=float((np.expm1(d) - d).mean()),
         mismatch__ess=float(weight.sum() ** 2 / (len(d) * (weight * weight).sum())),
     )
-    expect(DEVICE, loss=float(loss.mean()), ratio=float(ratio.mean()), clip_fraction=float((held < free).mean()))
+    # After more than one update, and with weights that a correction changed, losses follow from more than is stored.
+    if metrics.get("updates", 1) != 1 or algorithm.correction != "none" or algorithm.entropy_coef:
+        return
+    if not algorithm.built_in:
+        return
+    lengths = [len(lp) for _, _, lp in trained]
+    fields = {
+        "logp": new, "old": old, "ref": ref, "advantage": advantage, "weight": mass,
+        "sequence": np.repeat(np.arange(len(lengths)), lengths),
+    }  # fmt: skip
+    length = algorithm.aggregate_length or config.rollout.max_new_tokens
+    value, ratio, clipped = loss(algorithm, length, fields, (len(new), len(lengths)))
+    expect(DEVICE, loss=value, ratio=ratio, clip_fraction=clipped)
 
 
 def _close(value: Any, wanted: float, tolerance: float) -> bool:

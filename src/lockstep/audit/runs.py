@@ -261,7 +261,7 @@ def run_checkpoint(subject: Subject, run: StoredRun) -> Finding:
 def _restored(subject: Subject, run: StoredRun, step: int) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     trainer = subject.built
     arrays, meta = checkpoint.restore(
-        run.path, step, {"trainable": trainer.trainable, "optimizer": trainer.optimizer_state}
+        run.path, step, {"trainable": trainer.trainable, "optimizer": trainer.optimizer_state}, partial=True
     )
     return arrays["trainable"], meta
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from lockstep import store
-from lockstep.envs.loading import describe_exception
+from lockstep.loading import describe_exception
 from lockstep.metrics import read_jsonl
 from lockstep.progress import Progress
 from lockstep.train.assembly import Cluster

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lockstep.algorithms.base import Advantages, Samples
 from lockstep.audit.soak import Soak
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.programs import SplitWeights
@@ -25,10 +26,11 @@ from lockstep.envs.base import Score
 from lockstep.envs.rewards import Reward
 from lockstep.rollout.engine import make_fingerprint, request_seed
 from lockstep.sync.receipt import SyncReceipt
-from lockstep.train.assembly import Cluster, make_optimizer, make_storage
+from lockstep.train.assembly import Cluster, make_storage
 from lockstep.train.batching import MicroBatch, make_micro_batches
 from lockstep.train.forward import score
 from lockstep.train.loop import Loop
+from lockstep.train.optimizer import make_optimizer
 from lockstep.train.syncing import PROBE_BOUND
 from lockstep.train.trainer import StepResult, Trainer
 from lockstep.types import Fingerprint, Prompt, SamplingParams, Trajectory
@@ -307,7 +309,7 @@ class Subject:
         """What the sampler records under `moved`, with reference log-probabilities where the loss reads them."""
         with self.under(self.moved):
             made = self.generate()
-        if not self.cluster.trainer.algorithm.needs_reference:
+        if not self.cluster.trainer.algorithm.kl_in_loss:
             return made
         rng = np.random.default_rng(5)
         return [
@@ -320,6 +322,12 @@ class Subject:
         """One for each trajectory of `batch`, none of them near zero."""
         rng = np.random.default_rng(6)
         return rng.choice([-1.0, 1.0], len(self.batch)) * rng.uniform(0.5, 1.5, len(self.batch))
+
+    def judged(self, rewards: Sequence[float] | np.ndarray, groups: Sequence[str]) -> Advantages:
+        """What the algorithm makes of rewards of samples of one token each; where there is a critic, it expects 0."""
+        algorithm = self.cluster.trainer.algorithm
+        values = [np.zeros(1)] * len(groups) if algorithm.needs_values else None
+        return algorithm.advantages(Samples.of([float(r) for r in rewards], groups, values=values))
 
     @cached_property
     def trained(self) -> tuple[StepResult, dict[str, jax.Array]]:

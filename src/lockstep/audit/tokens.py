@@ -179,7 +179,7 @@ def eos_ids(subject: Subject) -> Finding:
 def _trains(subject: Subject, token: int, stops: frozenset[int]) -> bool:
     """Whether a sample that is nothing but this token, and good, has a gradient."""
     made = [_forced(subject, token, 1, stops)]
-    if subject.cluster.trainer.algorithm.needs_reference:
+    if subject.cluster.trainer.algorithm.kl_in_loss:
         made = [replace(t, reference_logprobs=t.logprobs) for t in made]
     result, _ = subject.step(subject.micro_batches(made, np.ones(1)), made)
     return result.metrics["grad_norm"] > 0

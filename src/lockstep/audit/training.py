@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from lockstep.algorithms.base import Samples
+from lockstep.algorithms.dr_grpo import DrGRPO
 from lockstep.algorithms.grpo import GRPO
 from lockstep.algorithms.losses import Tokens, Totals
+from lockstep.algorithms.rloo import RLOO
 from lockstep.audit.check import Finding, failed, not_applicable, passed
-from lockstep.audit.oracle import k_estimate
+from lockstep.audit.definitions import gradient, k_estimate
 from lockstep.audit.subject import Subject, distance, same_bits
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs
@@ -60,7 +63,7 @@ def masked_garbage(subject: Subject) -> Finding:
             *_MASK,
         )
     try:
-        subject.cluster.trainer.algorithm.advantages([0.0, float("nan"), 1.0], ["a", "a", "a"])
+        Samples.of([0.0, float("nan"), 1.0], ["a", "a", "a"])
     except ValueError:
         return passed(f"{slots} masked slots and all padded rows filled with garbage: metrics and gradient alike")
     return failed(
@@ -98,9 +101,9 @@ def group_permutation(subject: Subject) -> Finding:
     rng = np.random.default_rng(2)
     order = rng.permutation(len(batch))
     rewards, groups = rng.normal(size=len(batch)), [t.group_id for t in batch]
-    advantages = subject.cluster.trainer.algorithm.advantages
-    straight = advantages(rewards.tolist(), groups).advantages
-    mixed = advantages(rewards[order].tolist(), [groups[i] for i in order]).advantages
+    advantages = subject.judged
+    straight = advantages(rewards, groups).per_sample
+    mixed = advantages(rewards[order], [groups[i] for i in order]).per_sample
     off = float(np.abs(mixed - straight[order]).max())
     if off > 1e-9:
         return failed(
@@ -127,15 +130,18 @@ def ragged_groups(subject: Subject) -> Finding:
     """Groups of 4, 3 and 4 in any order: each is judged by itself, and every token is trained on once."""
     groups = list("abacbcabcac")
     rewards = np.random.default_rng(3).normal(size=len(groups)).round(1) + 10 * np.array([g == "b" for g in groups])
-    advantages = subject.cluster.trainer.algorithm.advantages
-    together = advantages(rewards.tolist(), groups).advantages
+    algorithm = subject.cluster.trainer.algorithm
+    if not algorithm.by_group:
+        return not_applicable(f"{algorithm.settings.name} judges a sample against the whole batch")
+    advantages = subject.judged
+    together = advantages(rewards, groups).per_sample
     alone = np.zeros(len(groups))
     for group in set(groups):
         members = [i for i, g in enumerate(groups) if g == group]
-        alone[members] = advantages(rewards[members].tolist(), [group] * len(members)).advantages
+        alone[members] = advantages(rewards[members], [group] * len(members)).per_sample
     off = float(np.abs(together - alone).max())
     centre = max(abs(float(together[[i for i, g in enumerate(groups) if g == x]].sum())) for x in set(groups))
-    if off > 1e-9 or (centre > 1e-9 and isinstance(subject.cluster.trainer.algorithm, GRPO)):
+    if off > 1e-9 or (centre > 1e-9 and isinstance(algorithm, GRPO | DrGRPO | RLOO)):
         return failed(
             f"a group's advantages change by {off:.3g} with the other groups, and sum to {centre:.3g}",
             "advantages are centred over the batch, or over groups of one size that are not these",
@@ -181,8 +187,11 @@ def uncovered(batches: Sequence[MicroBatch], trajectories: Sequence[Trajectory])
 def equal_rewards(subject: Subject) -> Finding:
     """Groups whose rewards are all equal teach nothing: advantage exactly 0, at any level."""
     rewards, groups = [0.1] * 3 + [0.9] * 4 + [-2.0], ["a"] * 3 + ["b"] * 4 + ["c"]
-    found = subject.cluster.trainer.algorithm.advantages(rewards, groups)
-    most = float(np.abs(found.advantages).max())
+    algorithm = subject.cluster.trainer.algorithm
+    if not algorithm.by_group:
+        return not_applicable(f"{algorithm.settings.name} judges a sample against the whole batch")
+    found = subject.judged(rewards, groups)
+    most = float(np.abs(found.per_sample).max())
     if most > 0:
         return failed(
             f"groups of equal rewards have advantages up to {most:.3g}",
@@ -259,38 +268,43 @@ def _one_device(subject: Subject) -> str | Finding:
     return f"on one device instead of {count} to {off:.2g}"
 
 
-def _loss_gradient(subject: Subject, tokens: Tokens, logp: np.ndarray, count: int) -> np.ndarray:
-    totals = Totals(np.float32(count), np.float32(1))
+def _loss(subject: Subject, tokens: Tokens, totals: Totals, logp: np.ndarray) -> tuple[float, np.ndarray]:
+    """(value, d / d logp) of the algorithm's loss, without an entropy term."""
     loss = subject.cluster.trainer.algorithm.loss
     on_device = Tokens(*map(jnp.asarray, tokens))
-    return np.asarray(jax.grad(lambda x: loss(x, on_device, totals)[0])(jnp.asarray(logp)), np.float64)
+    (value, _), slope = jax.value_and_grad(lambda x: loss(x, None, on_device, totals), has_aux=True)(jnp.asarray(logp))
+    return float(value), np.asarray(slope, np.float64)
 
 
 def policy_gradient(subject: Subject) -> Finding:
-    """The loss pushes a token up where its advantage is positive, by A r / N, and not at all where the clip holds."""
+    """The loss pushes a token up where its advantage is positive, and not at all where the clip holds: by the formula
+    of the recipe's algorithm (`definitions.loss`)."""
     algorithm = subject.cluster.trainer.algorithm
-    if not isinstance(algorithm, GRPO):
-        return not_applicable(f"no closed form of {type(algorithm).__name__}'s gradient is known to the audit")
-    ratio = np.array([1.0, 1.0, 1 + 2 * algorithm.clip_high, 1 - 0.9 * algorithm.clip_low, 1.0, 1.0])
+    settings = algorithm.settings
+    if not settings.built_in:
+        return not_applicable(f"the audit does not know what {settings.name}'s gradient should be")
+    settings = settings.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0})
+    ratio = np.array([1.0, 1.0, 1 + 2 * settings.clip_high, 1 - 0.9 * settings.clip_low, 1.0, 1.0])
     advantage = np.array([0.5, -2.0, 1.5, -0.7, 1.0, 9.0])
     mask = np.array([True] * 5 + [False])
     logp = np.array([-1.0, -2.0, -0.5, -3.0, -0.1, -1.0], np.float32)
-    old = (logp - np.log(ratio)).astype(np.float32)
-    count = 7  # of the whole batch, of which this is a part
-    held = (ratio > 1 + algorithm.clip_high) & (advantage > 0)
-    wanted = np.where(mask & ~held, -advantage * ratio / count, 0.0)
-    tokens = Tokens(mask, old, logp, advantage.astype(np.float32), np.zeros(6, np.int32), np.ones(6, np.float32))
-    got = _loss_gradient(subject, tokens, logp, count)
+    old = (logp - np.log(np.maximum(ratio, 0.05))).astype(np.float32)
+    sequence = np.array([0, 1, 2, 3, 3, 4], np.int32)
+    totals = 7, 3  # of the whole batch, of which this is a part
+    fields = {"logp": logp, "old": old, "ref": logp, "advantage": advantage, "weight": np.ones(6)}
+    real = {name: np.asarray(x, np.float64)[mask] for name, x in fields.items()} | {"sequence": sequence[mask]}
+    wanted = np.append(gradient(settings, algorithm.length, real, totals), 0.0)
+    tokens = Tokens(mask, old, logp, advantage.astype(np.float32), sequence, np.ones(6, np.float32))
+    got = _loss(subject, tokens, Totals(*map(np.float32, totals)), logp)[1]
     at = int(np.argmax(np.abs(got - wanted)))
     if abs(got[at] - wanted[at]) > 1e-5:
         return failed(
             f"d loss / d logp of a token with ratio {ratio[at]:.3g}, advantage {advantage[at]:.3g} is {got[at]:.4g}, "
-            f"the algorithm says {wanted[at]:.4g}",
-            _gradient_cause(got, wanted, mask, count),
-            "compare the loss with its definition: -min(r A, clip(r) A), summed over tokens and divided by the count "
-            "of the whole batch",
+            f"{settings.name} says {wanted[at]:.4g}",
+            _gradient_cause(got, wanted, mask, totals[0]),
+            "compare the loss with its definition: the objective's sum, negative, divided by counts of the whole batch",
         )
-    return passed("closed form on 6 tokens (on-policy, clipped, masked): alike")
+    return passed(f"{settings.name}'s formula on 6 tokens (on-policy, clipped, masked): alike")
 
 
 def _gradient_cause(got: np.ndarray, wanted: np.ndarray, mask: np.ndarray, count: int) -> str:
@@ -306,18 +320,21 @@ def _gradient_cause(got: np.ndarray, wanted: np.ndarray, mask: np.ndarray, count
 def kl_gradient(subject: Subject) -> Finding:
     """The KL term is a penalty: its gradient is the estimator's, and takes the policy back to the reference."""
     algorithm = subject.cluster.trainer.algorithm
-    if not isinstance(algorithm, GRPO) or not algorithm.kl_coef:
-        return not_applicable("no KL term in this recipe's loss (algorithm.kl_coef = 0)")
-    name = algorithm.kl_estimator
+    if not algorithm.kl_in_loss:
+        return not_applicable('no KL term in this recipe\'s loss (algorithm.kl_coef = 0, or kl_in = "reward")')
+    name, coef = algorithm.settings.kl_estimator, algorithm.settings.kl_coef
     logp = np.array([-1.0, -2.0, -0.5], np.float32)
     ref = np.array([-1.5, -1.0, -0.5], np.float32)
     d = (ref - logp).astype(np.float64)
     slope = {"k1": np.ones(3), "k2": -d, "k3": 1 - np.exp(d)}[name]
-    wanted = algorithm.kl_coef * slope / 3
-    tokens = Tokens(np.ones(3, bool), logp, ref, np.zeros(3, np.float32), np.zeros(3, np.int32), np.ones(3, np.float32))
-    got = _loss_gradient(subject, tokens, logp, 3)
-    value = float(algorithm.loss(jnp.asarray(logp), Tokens(*map(jnp.asarray, tokens)), Totals(3.0, 1.0))[0])
-    meant = algorithm.kl_coef * float(k_estimate(name, logp.astype(np.float64), ref.astype(np.float64)).mean())
+    totals = Totals(np.float32(3), np.float32(3))
+    # One token a sequence: every kind of mean is the same, but for the constant that a completion counts for.
+    share = coef / (algorithm.length if algorithm.settings.aggregate == "constant" else 1.0)
+    wanted = share * slope / 3
+    ones, zeros = np.ones(3, np.float32), np.zeros(3, np.float32)
+    tokens = Tokens(np.ones(3, bool), logp, ref, zeros, np.arange(3, dtype=np.int32), ones)
+    value, got = _loss(subject, tokens, totals, logp)
+    meant = share * float(k_estimate(name, logp.astype(np.float64), ref.astype(np.float64)).mean())
     if np.abs(got - wanted).max() > 1e-5 or abs(value - meant) > 1e-5:
         flipped = np.allclose(got, -wanted, atol=1e-5) and np.abs(wanted).max() > 1e-5
         still = np.abs(got).max() < 1e-7

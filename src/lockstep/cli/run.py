@@ -42,14 +42,17 @@ def split_run_words(words: list[str]) -> tuple[list[str], list[str]]:
 def _run(options: argparse.Namespace) -> None:
     from lockstep.config import Config, load_config
     from lockstep.overrides import apply_overrides
+    from lockstep.reward_recipe import is_reward_recipe
 
     overrides = list(options.overrides)
+    at = options.recipe if options.resume is None else Path(options.resume) / "recipe.toml"
+    if at is not None and is_reward_recipe(Path(at)):
+        _run_reward_model(options, overrides)
+        return
     refuse_mistyped_options(overrides, list(Config.model_fields), (*_RUN_FLAGS, *_RUN_VALUES))
     apply_overrides(Config, {}, overrides, Path.cwd())  # a mistyped key first: it may have swallowed the recipe
     if options.resume is not None:
-        if options.recipe is not None or options.name is not None:
-            given = f"recipe {options.recipe}" if options.recipe is not None else f"--name {options.name}"
-            raise ConfigError(f"--resume goes on with the run's own recipe and folder; leave out the {given}")
+        _refuse_beside_resume(options)
         resume = run_directory(options.resume)
         config = load_config(resume / "recipe.toml", overrides)
     elif options.recipe is None:
@@ -73,6 +76,33 @@ def _run(options: argparse.Namespace) -> None:
     print(f"run directory: {run(config, resume=resume)}")
 
 
+def _run_reward_model(options: argparse.Namespace, overrides: list[str]) -> None:
+    """A recipe with a `[reward_model]` table."""
+    from lockstep.reward_recipe import RewardRecipe, load_reward_recipe
+
+    refuse_mistyped_options(overrides, list(RewardRecipe.model_fields), (*_RUN_FLAGS, *_RUN_VALUES))
+    resume = None
+    if options.resume is not None:
+        _refuse_beside_resume(options)
+        resume = run_directory(options.resume)
+    named = [] if options.name is None else [f"--run.name={options.name}"]
+    recipe = load_reward_recipe(options.recipe if resume is None else resume / "recipe.toml", overrides + named)
+    if options.dry_run:
+        from lockstep.train.reward_training import describe
+
+        print(describe(recipe))
+        return
+    from lockstep.train.reward_training import run_reward_model
+
+    print(f"run directory: {run_reward_model(recipe, resume=resume)}")
+
+
+def _refuse_beside_resume(options: argparse.Namespace) -> None:
+    if options.recipe is not None or options.name is not None:
+        given = f"recipe {options.recipe}" if options.recipe is not None else f"--name {options.name}"
+        raise ConfigError(f"--resume goes on with the run's own recipe and folder; leave out the {given}")
+
+
 def refuse_mistyped_options(overrides: list[str], sections: list[str], options: Sequence[str]) -> None:
     """`--dryrun` is an option mistyped rather than an unknown key."""
     for word in overrides:
@@ -87,14 +117,16 @@ def refuse_mistyped_options(overrides: list[str], sections: list[str], options: 
 def _keys(options: argparse.Namespace) -> None:
     from lockstep.config import Config
     from lockstep.keydocs import listing, markdown
+    from lockstep.reward_recipe import RewardRecipe
     from lockstep.schema import keys, suggest
 
+    recipe = RewardRecipe if options.reward_model else Config
     if options.markdown:
-        print(markdown(Config), end="")
+        print(markdown(recipe), end="")
         return
-    shown = [k for k in keys(Config) if not options.word or options.word in k.path]
+    shown = [k for k in keys(recipe) if not options.word or options.word in k.path]
     if not shown:
-        raise ConfigError(f"no key contains {options.word!r}; {suggest(Config, options.word)}")
+        raise ConfigError(f"no key contains {options.word!r}; {suggest(recipe, options.word)}")
     print(listing(shown))
 
 
@@ -107,7 +139,8 @@ def add_run(add: Add) -> None:
         "       lockstep run --resume DIR [--section.key VALUE ...]",
         epilog="Any key of the recipe can be given as --section.key VALUE, with the value as in TOML:\n"
         "  lockstep run recipes/addition.toml --optim.lr 1e-3 --rollout.samples 16 --lora none\n"
-        "`lockstep keys` explains the keys.",
+        "`lockstep keys` explains the keys. A recipe with a [reward_model] table trains a reward model on preference\n"
+        "pairs (docs/reward-model.md); `lockstep keys --reward-model` explains its keys.",
     )
     run.add_argument("recipe", nargs="?", metavar="RECIPE", help="TOML file")
     run.add_argument("--dry-run", action="store_true", help="print what would run, and what it costs; run nothing")
@@ -119,3 +152,4 @@ def add_keys(add: Add) -> None:
     keys = add("keys", _keys, "explain the keys of a recipe")
     keys.add_argument("word", nargs="?", metavar="WORD", help="only keys that contain this, such as optim or tokens")
     keys.add_argument("--markdown", action="store_true", help="as the tables of docs/recipes.md")
+    keys.add_argument("--reward-model", action="store_true", help="of a recipe that trains a reward model")

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lockstep.cluster import short_tiles
 from lockstep.cluster.sharding import gather, reduce_gradient, spec_for
 from lockstep.errors import ConfigError
-from lockstep.models import decoder, parts
+from lockstep.models import decoder, parts, value_head
 from lockstep.models.decoder import LayerConstants, Numerics, Pool, Rows, Weights
 from lockstep.models.quantise import KVType, Quantised, blank
 from lockstep.models.spec import Leaf, ModelSpec, require_decoder
@@ -94,6 +94,7 @@ class Programs:
         self._pick = jax.jit(self._pick_program)
         self._sample = jax.jit(self._sample_program)
         self._logprobs = jax.jit(self._logprobs_program)
+        self._values = jax.jit(self._values_program)
         self._head_vjp = jax.jit(self._head_vjp_program)
         self._as_a_tile: dict[int, bool] = {}  # by height of a short tile
 
@@ -144,6 +145,10 @@ class Programs:
     def logprobs(self, weights: SplitWeights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
         """Log-probability of every row's `target`: the trainer's side of the record."""
         return self._logprobs(weights.head, x, target, temperature)
+
+    def values(self, weights: SplitWeights, x: jax.Array, target: Any) -> jax.Array:
+        """The scalar head's number for every row, [N] float32; target: negative where the row is padding."""
+        return self._values(weights.head, x, target)
 
     def rows_for(self, count: int, width: int) -> int:
         """How many rows per device a pass of `count` is padded to: a power-of-two multiple of the tile, or a short tile
@@ -225,6 +230,13 @@ class Programs:
         r = self.rows_spec
         return self._map(body, (self._of(w), r, r, r), r)(w, x, target, temperature)
 
+    def _values_program(self, w: Weights, x: jax.Array, target: Any) -> jax.Array:
+        def body(w: Weights, x: jax.Array, target: Any) -> jax.Array:
+            return value_head.values(self.spec, self.num, self.gathered(w), x, target)
+
+        r = self.rows_spec
+        return self._map(body, (self._of(w), r, r), r)(w, x, target)
+
     # -- the backward pass -------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -269,13 +281,19 @@ class Programs:
         in_specs = (self._of(frozen), self._of(trainable), r, r, r, none, none)
         return self._map(body, in_specs, (r, self._of(trainable)))(frozen, trainable, x, rows, dx, inv_freq, window)
 
+    @property
+    def head_paths(self) -> dict[str, str]:
+        """Leaf paths of what the head's weights are called in `SplitWeights.head`."""
+        table = "embed" if self.spec.tied_head else "head"
+        return {"final_norm": "final_norm", "table": table, "value_head": "value_head"}
+
     def head_vjp(
         self, weights: SplitWeights, trainable: frozenset[str], x: jax.Array, at: Any, target: Any, temperature: Any,
         dlogp: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
-        """Cotangents of the final hidden rows and of the trained head leaves (`final_norm`, `head` or tied `embed`)."""
-        table = "embed" if self.spec.tied_head else "head"
-        paths = {"final_norm": "final_norm", "table": table}
+        """Cotangents of the final hidden rows and of the trained head leaves (`final_norm`, `head` or tied `embed`).
+        With a scalar head dlogp is the cotangent of `values`, and the last leaf `value_head`."""
+        paths = self.head_paths
         chosen = {k: v for k, v in weights.head.items() if paths[k] in trainable}
         frozen = {k: v for k, v in weights.head.items() if k not in chosen}
         dx, grads = self._head_vjp(frozen, chosen, x, at, target, temperature, dlogp)
@@ -291,8 +309,11 @@ class Programs:
             fixed = self.gathered(frozen, num)
 
             def forward(t: Weights, y: jax.Array) -> jax.Array:
+                w = {**fixed, **self.gathered(t, num)}
+                if self.spec.scalar_head:
+                    return value_head.values(self.spec, num, w, y[at], target, 0)
                 block = jax.checkpoint(lambda *a: decoder.logprobs(self.spec, num, a[0], a[1], a[2], a[3], tile))
-                return block({**fixed, **self.gathered(t, num)}, y[at], target, temperature)
+                return block(w, y[at], target, temperature)
 
             return self._vjp_body(forward, trainable, x, dlogp)
 

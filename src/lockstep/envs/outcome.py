@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
 
-from lockstep.envs.loading import describe_exception
+from lockstep.loading import describe_exception
 
 RewardFunction = Callable[[list[str], list[str], list[dict[str, Any]]], Any]
 Kind = Literal["exception", "timeout", "crashed", "not_a_number", "no_answer", "unparsed"]

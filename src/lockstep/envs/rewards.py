@@ -134,6 +134,12 @@ class Reward:
         outcomes = {name: self._run(name, prompts, completions) for name in self.scorers}
         return [self._combine({name: values[i] for name, values in outcomes.items()}) for i in range(len(prompts))]
 
+    def add(self, name: str, scorer: Scorer, weight: float) -> None:
+        """One more part: what cannot be made before the run's devices are known."""
+        assert name not in self.scorers, f"two rewards are called {name!r}"
+        self.scorers = {**self.scorers, name: scorer}
+        self.weights = {**self.weights, name: weight}
+
     def numbers(self) -> dict[str, int]:
         """For the metrics, of what was scored since the last call: failures/NAME/KIND where there were any,
         rewards/error_scored under "score" (samples that hold an `error_score`), judge/NAME/... of each judge."""

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.envs.loading import load_function, nearest
 from lockstep.envs.outcome import RewardFunction
 from lockstep.errors import ConfigError
+from lockstep.loading import load_function, nearest
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.envs.loading import describe_exception, load_function, nearest
 from lockstep.errors import ConfigError, DataError
+from lockstep.loading import describe_exception, load_function, nearest
 
 if TYPE_CHECKING:
     import pyarrow
@@ -153,40 +153,37 @@ class _Columns(Source):
         return dict(row)
 
 
-class FileSource(_Columns):
-    """The rows of one JSONL or Parquet file, held in memory (JSON lines as bytes, Parquet as columns)."""
+class FileRows:
+    """The rows of one JSONL or Parquet file, held in memory (JSON lines as bytes, Parquet as columns). key: of the
+    recipe, for errors."""
 
-    def __init__(self, config: TaskConfig):
+    def __init__(self, path: Path, key: str):
         """Raises: DataError when the file is missing, empty, of another kind or broken."""
-        super().__init__(config.prompt_column)
-        assert config.path is not None
-        self._path = Path(config.path)
-        self.name = self._path.stem
-        if not self._path.is_file():
-            found = "is a folder" if self._path.is_dir() else "does not exist"
-            near = [path.name for path in self._path.parent.glob("*") if path.suffix in (".jsonl", ".parquet")]
-            raise DataError(
-                f"task.path: {self._path} {found}; expected a file. Nearby data: {sorted(near)[:10] or 'none'}"
-            )
-        with self._path.open("rb") as file:
-            self._digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.path = path
+        if not path.is_file():
+            found = "is a folder" if path.is_dir() else "does not exist"
+            near = [p.name for p in path.parent.glob("*") if p.suffix in (".jsonl", ".parquet")]
+            raise DataError(f"{key}: {path} {found}; expected a file. Nearby data: {sorted(near)[:10] or 'none'}")
+        with path.open("rb") as file:
+            self.digest = hashlib.file_digest(file, "sha256").hexdigest()
         self._lines: list[tuple[int, bytes]] = []  # line number from 1, JSON
         self._table: pyarrow.Table | None = None
-        if self._path.suffix == ".jsonl":
-            self._lines = _json_lines(self._path)
+        if path.suffix == ".jsonl":
+            self._lines = _json_lines(path)
             self.size = len(self._lines)
-        elif self._path.suffix == ".parquet":
-            self._table = _parquet(self._path)
+        elif path.suffix == ".parquet":
+            self._table = _parquet(path, key)
             self.size = self._table.num_rows
         else:
             raise DataError(
-                f"task.path: {self._path} must end in .jsonl (one JSON object per line) or .parquet, "
-                f"not {self._path.suffix or 'nothing'!r}"
+                f"{key}: {path} must end in .jsonl (one JSON object per line) or .parquet, "
+                f"not {path.suffix or 'nothing'!r}"
             )
         if self.size == 0:
-            raise DataError(f"task.path: {self._path} holds no rows; at least one is needed")
+            raise DataError(f"{key}: {path} holds no rows; at least one is needed")
 
     def row(self, index: int) -> dict[str, Any]:
+        """Row `index`, the same at every call; the caller may keep or change what it gets."""
         if self._table is not None:
             try:
                 return self._table.slice(index, 1).to_pylist()[0]
@@ -196,13 +193,34 @@ class FileSource(_Columns):
                     f"{self._table.schema.names}. Leave that column out, or store it as text"
                 ) from exc
         line, data = self._lines[index]
-        return _json_object(data, f"{self._path}:{line}")
+        return _json_object(data, f"{self.path}:{line}")
 
     def where(self, index: int) -> str:
-        return f"{self._path} row {index}" if self._table is not None else f"{self._path}:{self._lines[index][0]}"
+        """How errors name row `index`."""
+        return f"{self.path} row {index}" if self._table is not None else f"{self.path}:{self._lines[index][0]}"
 
     def describe(self) -> str:
-        return f"{self._path.name} ({self.size} rows, sha256 {self._digest[:12]})"
+        return f"{self.path.name} ({self.size} rows, sha256 {self.digest[:12]})"
+
+
+class FileSource(_Columns):
+    """The rows of a file."""
+
+    def __init__(self, config: TaskConfig):
+        """Raises: DataError as `FileRows`."""
+        super().__init__(config.prompt_column)
+        assert config.path is not None
+        self._rows = FileRows(Path(config.path), "task.path")
+        self.name, self.size = self._rows.path.stem, self._rows.size
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self._rows.row(index)
+
+    def where(self, index: int) -> str:
+        return self._rows.where(index)
+
+    def describe(self) -> str:
+        return self._rows.describe()
 
 
 def _json_lines(path: Path) -> list[tuple[int, bytes]]:
@@ -225,17 +243,17 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _parquet(path: Path) -> pyarrow.Table:
+def _parquet(path: Path, key: str) -> pyarrow.Table:
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as exc:
-        raise DataError(f"task.path: {path} cannot be read as Parquet: {exc}") from exc
+        raise DataError(f"{key}: {path} cannot be read as Parquet: {exc}") from exc
     names = table.column_names
     if len(set(names)) != len(names):
-        raise DataError(f"task.path: {path} has several columns of one name: {names}")
+        raise DataError(f"{key}: {path} has several columns of one name: {names}")
     return table
 
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.envs.base import PromptTokenizer, Task
-from lockstep.envs.loading import nearest
 from lockstep.envs.sources import FileSource, FunctionSource, ReasoningGymSource, Source, derive_seed
 from lockstep.envs.template import Rendered, Template
 from lockstep.errors import ConfigError, DataError
+from lockstep.loading import nearest
 from lockstep.types import Prompt
 
 if TYPE_CHECKING:

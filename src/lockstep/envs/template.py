@@ -19,8 +19,8 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.envs.base import PromptTokenizer
-from lockstep.envs.loading import nearest
 from lockstep.errors import ConfigError, DataError, TokenizerError
+from lockstep.loading import nearest
 
 if TYPE_CHECKING:
     from lockstep.config import TaskConfig

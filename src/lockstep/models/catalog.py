@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ __all__ = [
     "list_models",
     "load_model",
     "load_spec",
+    "load_value_model",
     "require_weights",
 ]
 
@@ -167,13 +169,31 @@ def load_model(
     Raises ModelError or TokenizerError for whatever is missing, corrupt, unsupported or inconsistent, and for models
     that can only be planned.
     """
-    name = os.fspath(name_or_path)
+    from lockstep.models.spec import require_policy
+
+    return _load(os.fspath(name_or_path), dtype, date, say, require_policy)
+
+
+def load_value_model(
+    name_or_path: str | os.PathLike[str], dtype: str = "float32", *, std: float, seed: int, say: Say | None = None
+) -> LoadedModel:
+    """A model with a scalar head: a `ForSequenceClassification` folder as it is, any other model with a fresh head in
+    place of its own (`models.value_head`), of standard deviation `std` and drawn by `seed`. Raises as `load_model`."""
+    from lockstep.models.spec import require_decoder
+    from lockstep.models.value_head import with_value_head
+
+    return with_value_head(_load(os.fspath(name_or_path), dtype, None, say, require_decoder), std, seed)
+
+
+def _load(
+    name: str, dtype: str, date: datetime.date | None, say: Say | None, require: Callable[[ModelSpec, str], None]
+) -> LoadedModel:
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype must be 'float32' or 'bfloat16', found {dtype!r}")
     require_weights(name)
     path = Path(name).expanduser()
     if name not in KNOWN_MODELS and path.is_dir():
-        return _load_folder(path, dtype, date)
+        return _load_folder(path, dtype, date, require)
     known = KNOWN_MODELS.get(name)
     source = f"{name} ({known.package} {known.version})" if known else name
     return _load_gguf(_gguf_file(name, path, say), dtype, date, source)
@@ -209,14 +229,15 @@ def _gguf_file(name: str, path: Path, say: Say | None) -> Path:
     )
 
 
-def _load_folder(path: Path, dtype: str, date: datetime.date | None) -> LoadedModel:
+def _load_folder(
+    path: Path, dtype: str, date: datetime.date | None, require: Callable[[ModelSpec, str], None]
+) -> LoadedModel:
     from lockstep.models.hf import load_folder, load_spec
-    from lockstep.models.spec import require_decoder
     from lockstep.models.tokenizer import Tokenizer
 
     # Weights last: whatever else is wrong shows in a moment, reading weights can take minutes.
     spec = load_spec(path)
-    require_decoder(spec, str(path))
+    require(spec, str(path))
     tokenizer = _fitting(spec, Tokenizer.from_hf(path, date=date), str(path))
     spec, params = load_folder(path, dtype)
     return LoadedModel(spec, params, tokenizer, str(path))

@@ -365,8 +365,9 @@ def sample(
 
 
 def head_weights(params: Weights) -> dict[str, jax.Array]:
-    """The leaves the head reads, from a full tree: final norm and the [V, D] table (the embedding where tied)."""
-    return {"final_norm": params["final_norm"], "table": params["head"] if "head" in params else params["embed"]}
+    """The leaves the head reads, from a full tree: final norm; scalar head, or [V, D] table (the embedding if tied)."""
+    name, leaf = ("value_head", "value_head") if "value_head" in params else ("table", "head")
+    return {"final_norm": params["final_norm"], name: params[leaf] if leaf in params else params["embed"]}
 
 
 def layer_weights(params: Weights, i: int) -> dict[str, jax.Array]:

@@ -30,6 +30,7 @@ _OUTER = (
     NameRule("embed", "model.embed_tokens.weight"),
     NameRule("final_norm", "model.norm.weight"),
     NameRule("head", "lm_head.weight", optional=True),
+    NameRule("value_head", "score.weight", optional=True),
 )
 _ATTENTION = tuple(_layer(n, f"self_attn.{n}_proj.weight", "transpose") for n in "qkvo")
 _MATRICES = _ATTENTION + _mlp("*", "mlp.*_proj.weight", optional=False)

@@ -75,7 +75,7 @@ def load_folder(
     with _Tensors(path, spec) as tensors:
         tensors.check_names(refs)
         params = {leaf: _leaf(tensors, ref, dtype, check_finite) for leaf, ref in refs.items()}
-        if spec.tied_head and "lm_head.weight" in tensors.files:
+        if tensors.tied and "lm_head.weight" in tensors.files:
             _check_tied(tensors, refs["embed"])
     return spec, params
 
@@ -129,6 +129,7 @@ class _Tensors:
     def __init__(self, path: Path, spec: ModelSpec):
         self.path = path
         self.family = family_of(spec)
+        self.tied = spec.tied_head and not spec.scalar_head
         self.stored: dict[str, str] = {}  # canonical name -> name in the file
         self.files: dict[str, str] = {}  # canonical name -> file
         self.handles: dict[str, Any] = {}
@@ -170,7 +171,8 @@ class _Tensors:
         """Every expected tensor is there and no other, but for the head of a tied model (its values are checked)."""
         expected = {name for ref in refs.values() for name in ref.names}
         missing = [n for n in expected if n not in self.files]
-        extra = [n for n in self.files if n not in expected and not (n == "lm_head.weight" and "head" not in refs)]
+        stray = {"lm_head.weight"} if self.tied else set()
+        extra = [n for n in self.files if n not in expected | stray]
         if missing or extra:
             raise ModelError(
                 f"{self.path}: the tensors do not fit config.json (family {self.family.name!r}). Missing:"

@@ -38,13 +38,39 @@ def _unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**outer, **text, "model_type": "gemma3_text", "architectures": config.get("architectures")}
 
 
+SCALAR = "ForSequenceClassification"
+
+
+def scalar_architecture(family: Family) -> str:
+    """What transformers calls the family's model with one score per sequence."""
+    if family.name == "gemma3":
+        return f"Gemma3Text{SCALAR}"
+    return family.architecture.removesuffix("ForCausalLM") + SCALAR
+
+
+def _scalar_head(family: Family, config: Mapping[str, Any]) -> bool:
+    """Whether the model has one. Raises ModelError for a classifier of several labels."""
+    architectures = config.get("architectures") or [family.architecture]
+    if scalar_architecture(family) not in architectures:
+        return False
+    labels = config.get("id2label")
+    if labels is not None and len(labels) != 1:
+        raise ModelError(
+            f"config.json: architectures is {architectures!r} with {len(labels)} labels (id2label); a scalar head has "
+            "one: num_labels = 1 when the model was made"
+        )
+    return True
+
+
 def _family(config: Mapping[str, Any]) -> Family:
     known = {model_type: f for f in FAMILIES.values() for model_type in (f.model_type, *f.also)}
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
         raise ModelError(f"config.json: model_type is {model_type!r}; supported: {', '.join([*known, 'gemma3'])}")
     family = known[model_type]
-    accepted = {family.architecture} | ({"Gemma3ForConditionalGeneration"} if family.name == "gemma3" else set())
+    accepted = {family.architecture, scalar_architecture(family)} | (
+        {"Gemma3ForConditionalGeneration"} if family.name == "gemma3" else set()
+    )
     architectures = config.get("architectures") or [family.architecture]
     if not isinstance(architectures, list) or not all(isinstance(a, str) and a in accepted for a in architectures):
         raise ModelError(f"config.json: architectures is {architectures!r}; supported: {sorted(accepted)}")
@@ -111,6 +137,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         sinks=family.sinks,
         experts=experts_of(keys),
         latent=latent,
+        scalar_head=_scalar_head(family, config),
     )
     keys.finish()
     return spec
@@ -123,7 +150,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     """
     family = family_of(spec)
     config: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [scalar_architecture(family) if spec.scalar_head else family.architecture],
         "model_type": family.model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.dim,
@@ -139,6 +166,8 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
         **written_experts(family, spec),
         **written_latent(spec),
     }
+    if spec.scalar_head:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if family.gemma:
         scalar = spec.query_scale**-2
         config |= {

@@ -2,8 +2,8 @@
 
 A leaf is described once. Initialisation, sharding, checkpoints, LoRA targets, weight sync and the Hugging Face name
 map are all derived from that description. Parameters are a flat dict, path -> array; a path is `embed`, `final_norm`,
-`head` (untied only) or `layers.<i>.<name>`. Matrices are stored [in, out], the transpose of Hugging Face's; the experts
-of a layer are one leaf per matrix, [E, in, out].
+`head` (untied only), `value_head` (scalar only) or `layers.<i>.<name>`. Matrices are stored [in, out], the transpose of
+Hugging Face's; the experts of a layer are one leaf per matrix, [E, in, out].
 
 More models have a spec and leaves, and so a plan, than the decoder can run: `ModelSpec.unsupported` says what keeps it
 from it, `require_decoder` refuses them. Imports no jax: a leaf table of a trillion-parameter model costs nothing.
@@ -20,6 +20,7 @@ import numpy as np
 from lockstep.errors import ModelError
 
 Activation = Literal["silu", "gelu_tanh"]
+VALUE_HEAD = "value_head"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class ModelSpec:
     norm_offset: RMSNorm multiplies by (offset + weight): 1.0 for Gemma, 0.0 elsewhere. embed_scale: factor on the
     embedding output (Gemma: sqrt(dim)). query_scale: factor on q.k before the soft cap and softmax.
     attn_softcap / final_softcap: cap * tanh(x / cap), None for none. sinks: a learnt logit per head that takes part in
-    the softmax and has no value. mlp_dim: of layers without experts.
+    the softmax and has no value. mlp_dim: of layers without experts. scalar_head: the model gives one number per
+    position, `value_head` . final_norm(x), where a language model gives logits: a critic or a reward model.
     """
 
     family: str
@@ -151,6 +153,7 @@ class ModelSpec:
     sinks: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    scalar_head: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -179,6 +182,17 @@ def require_decoder(spec: ModelSpec, model: str = "MODEL") -> None:
             f"lockstep can plan {model} (family {spec.family!r}) but not run it: its decoder has no "
             f"{', no '.join(spec.unsupported)} yet. `lockstep plan --model {model}` prices its weight sync; to train "
             "or sample, take a model of a family that runs (docs/models.md)"
+        )
+
+
+def require_policy(spec: ModelSpec, model: str = "MODEL") -> None:
+    """Raise ModelError for a model that cannot be sampled from: what `require_decoder` refuses, and a scalar head."""
+    require_decoder(spec, model)
+    if spec.scalar_head:
+        raise ModelError(
+            f"{model} has a scalar head (config.json: ForSequenceClassification): a number per position, and no "
+            "distribution over tokens; a policy needs the ForCausalLM folder. Models with a scalar head belong into "
+            "[[reward.models]], `critic.model`, or the `model.name` of a [reward_model] recipe"
         )
 
 
@@ -287,7 +301,7 @@ def layer_leaves(spec: ModelSpec, layer: int = 0) -> dict[str, Leaf]:
 
 
 def leaf_table(spec: ModelSpec) -> dict[str, Leaf]:
-    """Every leaf of the model, by path, in a fixed order (embed, layers in order, final norm, head)."""
+    """Every leaf of the model, by path, in a fixed order (embed, layers in order, final norm, head or value head)."""
     table = {"embed": Leaf("embed", (spec.vocab_size, spec.dim), ("vocab", "embed"), "normal")}
     per_kind: dict[bool, dict[str, Leaf]] = {}
     for i, kind in enumerate(spec.layers):
@@ -297,7 +311,9 @@ def leaf_table(spec: ModelSpec) -> dict[str, Leaf]:
             path = f"layers.{i}.{name}"
             table[path] = Leaf(path, leaf.shape, leaf.axes, leaf.init)
     table["final_norm"] = Leaf("final_norm", (spec.dim,), (None,), "norm")
-    if not spec.tied_head:
+    if spec.scalar_head:
+        table[VALUE_HEAD] = Leaf(VALUE_HEAD, (1, spec.dim), (None, "embed"), "zeros")
+    elif not spec.tied_head:
         table["head"] = Leaf("head", (spec.vocab_size, spec.dim), ("vocab", "embed"), "normal")
     return table
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from lockstep.algorithms import ALGORITHMS
+from lockstep.algorithms import make_algorithm
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
-from lockstep.config import Config, OptimConfig
+from lockstep.config import Config
 from lockstep.envs.base import Task
 from lockstep.envs.rewards import Reward, make_reward
 from lockstep.envs.tasks import make_task
@@ -40,9 +39,12 @@ from lockstep.sync.select import listed
 from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
+from lockstep.train.critic import Critic, make_critic
 from lockstep.train.judging import RolloutAskers
+from lockstep.train.optimizer import make_optimizer, make_schedule
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
 from lockstep.train.remote import Remote
+from lockstep.train.reward_model import RewardModel, make_reward_models
 from lockstep.train.serving import Local, queue_bound
 from lockstep.train.syncing import make_remote_sync, make_sync, remote_mapping
 from lockstep.train.trainer import Trainer
@@ -80,6 +82,8 @@ class Cluster:
     sampling: SamplingParams
     fingerprint: Fingerprint
     reference: Reference | None
+    reward_models: Sequence[RewardModel]
+    critic: Critic | None
     sync: WeightSync
     own_replica: LocalReplica | None
     rollout_frozen: Mapping[str, jax.Array]
@@ -118,29 +122,6 @@ def make_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
-    )
-
-
-def make_schedule(optim: OptimConfig, steps: int) -> optax.Schedule:
-    """Learning rate by update number: linear warm-up to `lr`, then constant, or down to 0 at the last step."""
-    rest = max(1, steps - optim.warmup_steps)
-    after = {
-        "constant": optax.constant_schedule(optim.lr),
-        "linear": optax.linear_schedule(optim.lr, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(optim.lr, rest),
-    }[optim.schedule]
-    if not optim.warmup_steps:
-        return after
-    # Starts one notch up: update 0 at rate 0 would be a wasted step.
-    warm = optax.linear_schedule(optim.lr / optim.warmup_steps, optim.lr, max(1, optim.warmup_steps - 1))
-    return optax.join_schedules([warm, after], [optim.warmup_steps])
-
-
-def make_optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-    return optax.chain(
-        optax.clip_by_global_norm(optim.max_grad_norm),
-        optax.adamw(schedule, b1=optim.betas[0], b2=optim.betas[1], eps=optim.eps, weight_decay=optim.weight_decay),
     )
 
 
@@ -196,6 +177,9 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
         config, dial, model, leaves, trainer, base_digests, sampling, say
     )
     askers.connect(role.rollouts, model.tokenizer)
+    models = make_reward_models(config, dial, model.tokenizer, trainer.programs.num, _geometry, say)
+    for scorer in models:
+        reward.add(scorer.name, scorer, scorer.weight)
     reference_weights = trainer.frozen or trainer.trainable
     return Cluster(
         config=config,
@@ -212,6 +196,8 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
         sampling=sampling,
         fingerprint=role.fingerprint,
         reference=_reference(config, dial, model, (trainer.programs, reference_weights), (role.programs, role.frozen)),
+        reward_models=models,
+        critic=make_critic(config, dial, model, (trainer.programs, trainer.frozen), _geometry, say),
         sync=role.sync,
         own_replica=role.replica,
         rollout_frozen=role.frozen,
@@ -329,8 +315,8 @@ def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit) 
             f"{model.source}: {len(broken)} leaves hold NaN or infinity: {listed(broken)}; the weights are damaged, "
             "get them anew"
         )
-    algorithm = ALGORITHMS[config.algorithm.name].from_config(config.algorithm)
-    schedule = make_schedule(config.optim, config.run.steps)
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens)
+    schedule = make_schedule(config.optim, config.run.steps, config.train.updates_per_step)
     optimizer = make_optimizer(config.optim, schedule)
     exact = config.numerics.mode == "exact"
     return Trainer(programs, frozen, trainable, algorithm, optimizer, schedule, exact=exact)

@@ -133,8 +133,21 @@ def _level(pieces: list[_Piece], order: list[int], count: int) -> list[list[int]
     return bins
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """What the loss reads of a trajectory besides its tokens. advantage: of all tokens, or [T]. old_logp [T] float32:
+    what its ratio is to; None: the record. correction [T]: what else a token's `weight` is multiplied with."""
+
+    advantage: np.ndarray | float
+    old_logp: np.ndarray | None = None
+    correction: np.ndarray | None = None
+
+
 def make_micro_batches(
-    trajectories: Sequence[Trajectory], advantages: np.ndarray, temperature: float, geometry: Geometry
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray | Sequence[Weighed],
+    temperature: float,
+    geometry: Geometry,
 ) -> list[MicroBatch]:
     """All completion tokens of `trajectories`, each exactly once. advantages [B], one per trajectory.
 
@@ -148,13 +161,14 @@ def make_micro_batches(
         return []
     bins = _bins(pieces, geometry)
     d = geometry.row_shards
-    return [_lay_out(bins[i : i + d], trajectories, advantages, temperature, geometry) for i in range(0, len(bins), d)]
+    weighed = [a if isinstance(a, Weighed) else Weighed(a) for a in advantages]
+    return [_lay_out(bins[i : i + d], trajectories, weighed, temperature, geometry) for i in range(0, len(bins), d)]
 
 
 def _lay_out(
     bins: list[list[_Piece]],
     trajectories: Sequence[Trajectory],
-    advantages: np.ndarray,
+    weighed: Sequence[Weighed],
     temperature: float,
     geometry: Geometry,
 ) -> MicroBatch:
@@ -168,7 +182,7 @@ def _lay_out(
     target = np.full(size, -1, np.int32)
     mask = np.zeros(size, bool)
     old, ref, adv, weight = (np.zeros(size, np.float32) for _ in range(4))
-    spans = []
+    spans: list[tuple[int, int, int]] = []
     for d, pieces in enumerate(bins):
         row, out = 0, d * m
         for piece in pieces:
@@ -180,8 +194,11 @@ def _lay_out(
                 row = _fill(rows, d * n, row, t.completion_ids[:-1], len(piece.prompt), prompt_rows)
                 span = slice(out, out + len(t.completion_ids))
                 at[span] = np.concatenate([prompt_rows[-1:], np.arange(start, row, dtype=np.int32)])
-                target[span], old[span], weight[span] = t.completion_ids, t.logprobs, kept_mass(t)
-                adv[span], sequence[span], mask[span] = advantages[i] * kept_mass(t), i, True
+                w = weighed[i]
+                each = kept_mass(t) if w.correction is None else kept_mass(t) * w.correction
+                target[span], weight[span] = t.completion_ids, each
+                old[span] = t.logprobs if w.old_logp is None else w.old_logp
+                adv[span], sequence[span], mask[span] = w.advantage * each, len(spans), True
                 if t.reference_logprobs is not None:
                     ref[span] = t.reference_logprobs
                 spans.append((i, span.start, span.stop))

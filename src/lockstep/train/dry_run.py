@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,10 +11,10 @@ from lockstep.cluster.cuts import bytes_per_device
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.quantised_weights import int8_bytes
 from lockstep.cluster.roles import ROLES
-from lockstep.config import Config
+from lockstep.config import Config, CriticConfig
 from lockstep.models.catalog import load_spec, require_weights
 from lockstep.models.parts import whole_blocks
-from lockstep.models.spec import ModelSpec, leaf_table, num_parameters, require_decoder
+from lockstep.models.spec import ModelSpec, leaf_table, num_parameters, require_policy
 from lockstep.plan.answer import plan_of
 from lockstep.plan.request import request_of_recipe
 from lockstep.rollout.pool_size import (
@@ -26,7 +28,7 @@ from lockstep.rollout.pool_size import (
 from lockstep.text import format_bytes
 from lockstep.train.assembly import measures_kl
 from lockstep.train.footprint import snapshot_column
-from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
+from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves, value_leaves
 from lockstep.train.stale import versions_kept
 
 
@@ -37,7 +39,7 @@ def describe(config: Config) -> str:
     """
     require_weights(config.model.name)
     spec = load_spec(config.model.name)
-    require_decoder(spec, config.model.name)
+    require_policy(spec, config.model.name)
     leaves = split_leaves(config, spec)
     dial = Dial.from_config(config.cluster)
     sizes = planned_bytes(config, dial, spec, leaves)
@@ -101,7 +103,26 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
         # What the actor trains, a reference on its mesh keeps as it was before the first update.
         kept = (leaves.trains, master) if dial.colocated("actor", "reference") else (leaf_table(spec), compute)
         sizes["reference"] = {"parameters": bytes_per_device(kept[0], dial.role("reference").axes, kept[1])}
+    if config.reward.models:
+        axes, tables = dial.role("reward").axes, [leaf_table(load_spec(m.model)) for m in config.reward.models]
+        sizes["reward"] = {"parameters": sum(bytes_per_device(table, axes, compute) for table in tables)}
+    if config.critic is not None:
+        sizes["critic"] = _critic_bytes(config, config.critic, dial, spec)
     return {role: sizes[role] for role in ROLES if role in sizes}
+
+
+def _critic_bytes(config: Config, critic: CriticConfig, dial: Dial, policy: ModelSpec) -> dict[str, int]:
+    """The critic's columns. An adapter on the actor's own frozen arrays adds the adapter and the head only."""
+    compute, master = jnp.dtype(config.model.dtype).itemsize, jnp.dtype(TRAINABLE_DTYPE).itemsize
+    spec = policy if critic.model is None else load_spec(critic.model)
+    leaves, axes = value_leaves(critic.lora, replace(spec, scalar_head=True)), dial.role("critic").axes
+    shares = critic.model is None and config.lora is not None and dial.colocated("actor", "critic")
+    trained = bytes_per_device(leaves.trains, axes, master)
+    return {
+        "parameters": trained + (0 if shares else bytes_per_device(leaves.frozen, axes, compute)),
+        "optimizer": 2 * trained + 2 * np.dtype(np.int32).itemsize,
+        "gradients": 2 * trained,
+    }
 
 
 def planned_pool(config: Config, spec: ModelSpec) -> tuple[int, int]:

@@ -58,4 +58,16 @@ def bytes_per_role(cluster: Cluster) -> dict[str, dict[str, int]]:
         own = [a for a in jax.tree.leaves((weights.embed, weights.layers, weights.head)) if id(a) not in shared]
         if own:
             held["reference"] = {"parameters": device_bytes(own)}
+    if cluster.reward_models:
+        scoring = [(w.embed, w.layers, w.head) for w in (model.weights for model in cluster.reward_models)]
+        held["reward"] = {"parameters": device_bytes(scoring)}
+    if cluster.critic is not None:
+        critic = cluster.critic.model
+        others = {id(a) for a in trainer.frozen.values()}
+        trained = device_bytes(critic.trainable)
+        held["critic"] = {
+            "parameters": device_bytes([a for a in critic.params.values() if id(a) not in others]),
+            "optimizer": device_bytes(critic.optimizer_state),
+            "gradients": 2 * trained,
+        }
     return held

@@ -85,10 +85,15 @@ def backward(
     states: list[jax.Array],
     dlogp: jax.Array,
     first: int,
+    extra: tuple[jax.Array, dict[str, jax.Array]] | None = None,
 ) -> dict[str, jax.Array]:
-    """Gradients of every trainable leaf, summed over the mesh. states: all that `layer_states(first, L)` yields."""
+    """Gradients of every trainable leaf, summed over the mesh. states: all that `layer_states(first, L)` yields. extra:
+    cotangents of the last state, and of head leaves, that come on top of those through the log-probabilities."""
     x = states[-1]
     dx, grads = programs.head_vjp(weights, trainable, x, device.at, device.target, device.temperature, dlogp)
+    if extra is not None:
+        dx = dx + extra[0]
+        grads = {path: g + extra[1][path] for path, g in grads.items()}
     for i in range(programs.spec.num_layers - 1, first - 1, -1):
         dx, layer_grads = programs.layer_vjp(weights, trainable, i, states[i - first], device.rows, dx)
         grads |= layer_grads

@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,9 +26,8 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep import checkpoint, metrics, store
-from lockstep.algorithms.advantages import GroupAdvantages
 from lockstep.config import Config
-from lockstep.errors import CheckpointError, LockstepError, NumericsError, ServiceError, SyncError
+from lockstep.errors import CheckpointError, LockstepError, NumericsError, SyncError
 from lockstep.progress import Progress
 from lockstep.report import write_report
 from lockstep.rollout.pool_size import describe_pool
@@ -39,8 +37,8 @@ from lockstep.sync.snapshot import Snapshot
 from lockstep.text import sanitize
 from lockstep.train import rundir
 from lockstep.train.assembly import Cluster, build, not_finite
-from lockstep.train.batching import make_micro_batches
 from lockstep.train.clock import Clock
+from lockstep.train.collect import Collector, Experience, rounds_busy
 from lockstep.train.record import (
     engine_numbers,
     mean_kept_mass,
@@ -49,14 +47,14 @@ from lockstep.train.record import (
     sample_text,
     stored_rows,
 )
-from lockstep.train.rewarding import rewarded
-from lockstep.train.rollouts import Batch, Batches, accepted, consumable, dropped_counts
+from lockstep.train.rollouts import Batches
 from lockstep.train.rundir import ResumePoint
-from lockstep.train.scoring import under_snapshot, with_reference
+from lockstep.train.scoring import under, under_snapshot
 from lockstep.train.stale import Snapshots, staleness, versions_kept
 from lockstep.train.trainer import StepResult
-from lockstep.train.watchdog import Watchdog, dump_stacks
-from lockstep.types import Prompt, Trajectory
+from lockstep.train.updates import Work, update
+from lockstep.train.watchdog import Watchdog
+from lockstep.types import Trajectory
 
 
 def run(config: Config, *, resume: Path | None = None, console: Console | None = None) -> Path:
@@ -78,8 +76,8 @@ def run(config: Config, *, resume: Path | None = None, console: Console | None =
         stack.callback(cluster.close)
         run_dir = resume
         if run_dir is None:
-            run_dir = rundir.claim_run_dir(config)
-            config = cluster.config = rundir.named(config, run_dir)
+            run_dir = rundir.claim_run_dir(config.run)
+            config = cluster.config = config.model_copy(update={"run": rundir.named(config.run, run_dir)})
             stack.enter_context(rundir.held(run_dir))
         progress = stack.enter_context(Progress(config, run_dir, console, history=point.history if point else ()))
         loop = stack.enter_context(Loop(cluster, run_dir, progress))
@@ -109,6 +107,7 @@ class Loop:
             together=nullcontext if cluster.local is None else cluster.local.worker.together,
         )
         self.watchdog = Watchdog(lambda line: progress.event(line, warning=True), rollout.patience_s)
+        self.collector = Collector(cluster, self.batches, progress, self.watchdog, run_dir)
         self._first_version = 0  # that this process published; what it published before a resume is not kept
         self._begun = time.perf_counter()
         # Taken now: what a task says about itself may come to include what it met on the way.
@@ -146,11 +145,10 @@ class Loop:
 
     def _restore(self, point: ResumePoint) -> None:
         """Weights, optimizer and counters of a checkpoint, and its policy put back into the sampler."""
-        trainer, meta = self.cluster.trainer, point.meta
+        meta = point.meta
         warning = rundir.require_same_world(self.run_dir, point, self.cluster, self._data)
-        like = {"trainable": trainer.trainable, "optimizer": trainer.optimizer_state}
-        arrays, _ = checkpoint.restore(self.run_dir, point.step, like)
-        trainer.trainable, trainer.optimizer_state = arrays["trainable"], arrays["optimizer"]
+        arrays, _ = checkpoint.restore(self.run_dir, point.step, rundir.state_of(self.cluster))
+        rundir.put_state(self.cluster, arrays)
         policy = self._publish(meta["version"]).policy
         # Every array is what was saved and the model is the run's, so the number in the checkpoint was changed.
         if policy.digest != meta["digest"]:
@@ -191,45 +189,40 @@ class Loop:
         # From the end of the last record: a checkpoint written in between shows as waiting, not as nothing.
         clock = Clock(self.progress, self._ended or time.perf_counter(), self._begun)
         number = self.counters.step + 1
-        clock.enter("generate")
-        asked = self._generate(number)
-        oldest = max(0, self.counters.version - self.config.rollout.staleness)
-        trajectories, dropped = consumable(asked, oldest, self.config.rollout.on_lost)
-        for group, why in dropped.items():
-            self.progress.event(f"step {number}: group {group!r} is left out: {why}", warning=True)
-        prompts = asked.prompts
-        clock.enter("score")
-        warn = partial(self.progress.event, warning=True)
-        trajectories, scored = rewarded(self.cluster.reward, self.cluster.tokenizer, prompts, trajectories, warn)
-        kept = self._accepted([t for t in trajectories if t.failed is None])
-        advantages = self.cluster.trainer.algorithm.advantages([t.reward for t in kept], [t.group_id for t in kept])
-        chosen = self._select(advantages.advantages, number)
-        batch, batch_advantages = [kept[i] for i in chosen], advantages.advantages[chosen]
-        batch, trunks = with_reference(self.cluster, batch, batch_advantages)
+        found = self.collector.collect(number, self.counters.version, self.cursor, self._first_version, clock)
         clock.enter("train")
-        micro = make_micro_batches(batch, batch_advantages, self.config.rollout.temperature, self.cluster.geometry)
-        stale = self.snapshots.recomputed(batch, self.counters.version, self._logprobs_under)
-        result = self.cluster.trainer.step(micro, batch, self.counters.step, trunks, stale)
+        stale = self.snapshots.recomputed(found.batch, self.counters.version, self._logprobs_under)
+        cluster = self.cluster
+        work = Work(
+            number,
+            found.batch,
+            found.advantages,
+            lambda batch: under(cluster, cluster.trainer.params, batch),
+            stale,
+            found.trunks,
+            found.returns,
+        )
+        result = update(self.config, cluster.trainer, cluster.critic, cluster.geometry, work)
         self._require_finite(result)
         self.counters = self.counters.stepped()
-        behind = staleness(batch, self.counters.version)
+        behind = staleness(found.batch, self.counters.version)
         clock.enter("sync")
         overlaps = self.batches.open > 0
         receipt = self._publish(self.counters.version + 1)
         clock.enter(None)
         if overlaps:
             clock.waited(receipt.seconds.get("flip", 0.0))
-        self.cursor += len(prompts)
-        record = (
-            self._record(number, trajectories, batch, advantages, result) | behind | dropped_counts(dropped) | scored
-        )
+        self.cursor += len(found.prompts)
+        record = self._record(number, found, result) | behind | found.counts
         self._warn_flat(record)
-        self._store(number, prompts, trajectories, batch, batch_advantages, result)
+        self._store(number, found, result)
         self._log_receipt(receipt)
-        clock.generated(self.batches.busy([asked]))
+        busy = rounds_busy(self.batches, found.asked)
+        clock.generated(busy)
         times, line = clock.record()
-        if asked.first is not None:
-            times["time/rollout_s"] = asked.last - asked.first
+        if number in busy:
+            first, last = busy[number]
+            times["time/rollout_s"] = last - first
         record |= times | self._warm_up
         self._warm_up = {}
         self._ended = time.perf_counter()
@@ -239,44 +232,7 @@ class Loop:
         every = self.config.run.checkpoint_every
         if (every and number % every == 0) or number == self.config.run.steps:
             rundir.save_checkpoint(self.run_dir, self.config, self.cluster, self.counters, self.cursor, self._data)
-        self.progress.step(record, sample_text(prompts, trajectories))
-
-    def _generate(self, number: int) -> Batch:
-        """The step's batch; as many of those that follow as the bound allows are asked for, and go on meanwhile."""
-        rollout = self.config.rollout
-        ahead = range(number, min(number + rollout.staleness, self.config.run.steps) + 1)
-        self.batches.ask(
-            [
-                Batch(
-                    later,
-                    self.cluster.task.prompts(self.cursor + (later - number) * rollout.prompts, rollout.prompts),
-                    max(self._first_version, later - 1 - rollout.staleness),
-                )
-                for later in ahead
-                if later not in self.batches
-            ]
-        )
-        try:
-            with self.watchdog.watching(lambda: self.batches.waits_for(number)):
-                return self.batches.collect(number, rollout.deadline_s)
-        except ServiceError:
-            self.progress.event(f"what every thread did: {dump_stacks(self.run_dir)}")
-            raise
-
-    def _accepted(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        return accepted(
-            trajectories,
-            self.cluster.fingerprint,
-            self.counters.version,
-            cut=self.config.rollout.truncation == "correct",
-        )
-
-    def _select(self, advantages: np.ndarray, number: int) -> np.ndarray:
-        """Indices of the rollouts to train on, in order."""
-        if self.config.train.select == "all":
-            return np.arange(len(advantages))
-        ties = np.random.default_rng((self.config.run.seed, number)).random(len(advantages))
-        return np.sort(np.lexsort((ties, -np.abs(advantages)))[: self.config.train.select_count])
+        self.progress.step(record, sample_text(found.prompts, found.everything))
 
     def _require_finite(self, result: StepResult) -> None:
         """Wait for the update. Weights that it destroyed are neither published nor saved."""
@@ -328,23 +284,16 @@ class Loop:
 
     # -- the record --------------------------------------------------------------------------------------------------
 
-    def _record(
-        self,
-        number: int,
-        everything: list[Trajectory],
-        batch: list[Trajectory],
-        groups: GroupAdvantages,
-        result: StepResult,
-    ) -> dict[str, Any]:
+    def _record(self, number: int, found: Experience, result: StepResult) -> dict[str, Any]:
         record: dict[str, Any] = {
             "step": number,
             "policy_version": self.counters.version - 1,
             "syncs": self.counters.syncs,
-            "groups/total": groups.groups,
-            "groups/zero_variance": groups.zero_variance,
+            "groups/total": found.groups.groups,
+            "groups/zero_variance": found.groups.zero_variance,
             "prompts/skipped": self.cluster.task.skipped,
-            **rollout_numbers(everything),
-            **mean_kept_mass(batch),
+            **rollout_numbers(found.everything),
+            **mean_kept_mass(found.batch),
             **result.metrics,
         }
         if self.cluster.local is not None:
@@ -352,7 +301,7 @@ class Loop:
             record |= engine_numbers(before, self._engine_stats)
         if self.cluster.reference is not None:
             name = self.config.algorithm.kl_estimator
-            record[f"kl/{name}"] = mean_kl(name, result.logprobs, batch)
+            record[f"kl/{name}"] = mean_kl(name, result.logprobs, found.batch)
         return record
 
     def _warn_flat(self, record: Mapping[str, Any]) -> None:
@@ -368,19 +317,11 @@ class Loop:
                 warning=True,
             )
 
-    def _store(
-        self,
-        number: int,
-        prompts: Sequence[Prompt],
-        everything: list[Trajectory],
-        batch: list[Trajectory],
-        advantages: np.ndarray,
-        result: StepResult,
-    ) -> None:
+    def _store(self, number: int, found: Experience, result: StepResult) -> None:
         if not self.config.train.save_trajectories:
             return
-        rows, extra = stored_rows(everything, batch, advantages, result.logprobs)
-        store.write_step(self.run_dir / "trajectories", number, rows, extra, prompts=prompts)
+        rows, extra = stored_rows(found.everything, found.batch, found.advantages, result.logprobs)
+        store.write_step(self.run_dir / "trajectories", number, rows, extra, prompts=found.prompts)
 
     def _log_receipt(self, receipt: SyncReceipt) -> None:
         # The run's count of syncs, which a resume carries on, not that of the process.

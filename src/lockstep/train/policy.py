@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lockstep.config import Config, LoraConfig
 from lockstep.errors import ConfigError
 from lockstep.models.lora import LoraSpec, adapter_table
-from lockstep.models.spec import Leaf, ModelSpec, leaf_table
+from lockstep.models.spec import VALUE_HEAD, Leaf, ModelSpec, leaf_table
 from lockstep.sync.select import trainable_leaves
 
 TRAINABLE_DTYPE = "float32"  # master copies: a bfloat16 weight loses updates below 2^-8 of itself
@@ -43,6 +43,16 @@ def split_leaves(config: Config, spec: ModelSpec) -> LeafSplit:
     lora, table = lora_spec(config.lora, spec), leaf_table(spec)
     trains = trainable_leaves(table, adapter_table(spec, lora) if lora else None)
     return LeafSplit(lora, trains, table if lora else {})
+
+
+def value_leaves(lora: LoraConfig | None, spec: ModelSpec) -> LeafSplit:
+    """What of a model with a scalar head trains: an adapter and the head, or everything. Raises ConfigError as
+    `lora_spec` does."""
+    adapter, table = lora_spec(lora, spec), leaf_table(spec)
+    if adapter is None:
+        return LeafSplit(None, table, {})
+    head = {VALUE_HEAD: table.pop(VALUE_HEAD)}
+    return LeafSplit(adapter, adapter_table(spec, adapter) | head, table)
 
 
 def sampler_dtype(config: Config) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.algorithms.losses import KLEstimator, kl_estimate
+from lockstep.algorithm_section import KLEstimator
+from lockstep.algorithms.losses import kl_estimate
 from lockstep.rollout.engine import EngineStats
 from lockstep.train.batching import kept_mass
 from lockstep.types import Prompt, Trajectory
@@ -63,17 +64,20 @@ def mean_kl(name: KLEstimator, logprobs: Sequence[np.ndarray | None], batch: Seq
 def stored_rows(
     everything: Sequence[Trajectory],
     batch: Sequence[Trajectory],
-    advantages: np.ndarray,
+    advantages: Sequence[np.ndarray | float],
     logprobs: Sequence[np.ndarray | None],
 ) -> tuple[list[Trajectory], dict[str, list[Any]]]:
     """(trajectories, what the trainer adds to each) for the store; empty where one took no part. advantages, logprobs:
-    of the batch."""
-    trained = {(t.group_id, t.index): (t, float(a), lp) for t, a, lp in zip(batch, advantages, logprobs, strict=True)}
+    of the batch. Where the tokens of a sample have different advantages, `advantage` is their mean."""
+    trained = {(t.group_id, t.index): (t, a, lp) for t, a, lp in zip(batch, advantages, logprobs, strict=True)}
     rows = [trained.get((t.group_id, t.index), (t, None, None)) for t in everything]
-    return [t for t, _, _ in rows], {
-        "advantage": [a for _, a, _ in rows],
+    extra: dict[str, list[Any]] = {
+        "advantage": [None if a is None else float(np.mean(a)) if np.size(a) else 0.0 for _, a, _ in rows],
         "trainer_logprobs": [lp for _, _, lp in rows],
     }
+    if any(isinstance(a, np.ndarray) for a in advantages):
+        extra["token_advantages"] = [None if a is None else np.asarray(a, np.float32) for _, a, _ in rows]
+    return [t for t, _, _ in rows], extra
 
 
 def sample_text(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> str:

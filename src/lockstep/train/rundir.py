@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -20,11 +20,13 @@ from lockstep.environment import write_environment
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
 from lockstep.models.fetch import cache_dir
+from lockstep.sections import NamedRun
 from lockstep.sync.receipt import Counters
 from lockstep.train.assembly import Cluster, make_storage
 from lockstep.train.footprint import bytes_per_role
 from lockstep.types import Fingerprint
 
+RunT = TypeVar("RunT", bound=NamedRun)
 JUDGE_FREE = ("url", "api_key_env", "deadline_s", "retries", "concurrency")
 
 
@@ -38,14 +40,14 @@ class ResumePoint:
     history: tuple[Mapping[str, Any], ...]
 
 
-def claim_run_dir(config: Config) -> Path:
+def claim_run_dir(run: NamedRun) -> Path:
     """A fresh directory `dir/name`, or `dir/name-2`, `-3`, ... where runs of that name exist: nothing is overwritten.
 
     Raises ConfigError when it cannot be made.
     """
     number = 1
     while True:
-        path = config.run.path if number == 1 else config.run.path.with_name(f"{config.run.name}-{number}")
+        path = run.path if number == 1 else run.path.with_name(f"{run.name}-{number}")
         try:
             path.mkdir(parents=True)
             return path
@@ -57,9 +59,9 @@ def claim_run_dir(config: Config) -> Path:
             ) from error
 
 
-def named(config: Config, run_dir: Path) -> Config:
-    """The recipe under the name that its run directory got, so that folder, panel and report agree."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
+def named(run: RunT, run_dir: Path) -> RunT:
+    """The `[run]` table under the name that its run directory got, so that folder, panel and report agree."""
+    return run.model_copy(update={"name": run_dir.name})
 
 
 @contextmanager
@@ -98,7 +100,7 @@ def fixed_keys(config: Config) -> dict[str, str]:
     anyhow), under a constant learning rate the number of steps, and where model and data lie (it is their content that
     must be the same)."""
     free = {"run.name", "run.dir", "run.checkpoint_every", "model.name", "task.path", "task.folder", "reward.folder"}
-    free.add("reward.workers")
+    free |= {"algorithm.folder", "reward.workers"}
     free |= {f"rollout.{key}" for key in ("warm_up", "patience_s", "deadline_s", "url", "token_file")}
     if config.optim.schedule == "constant":
         free.add("run.steps")
@@ -127,12 +129,25 @@ def save_checkpoint(
         "cursor": cursor,
         "task": task,
         "model": cluster.model_digest,
+        "reward_models": {model.name: model.digest for model in cluster.reward_models},
         "recipe": fixed_keys(config),
         "fingerprint": vars(cluster.fingerprint),
         "jax": jax.__version__,
     }
+    checkpoint.save(run_dir, counters.step, state_of(cluster), meta)
+
+
+def state_of(cluster: Cluster) -> dict[str, Any]:
+    """The arrays of a checkpoint: what trains, and the optimizers' states."""
     arrays = {"trainable": cluster.trainer.trainable, "optimizer": cluster.trainer.optimizer_state}
-    checkpoint.save(run_dir, counters.step, arrays, meta)
+    return arrays if cluster.critic is None else arrays | {"critic": cluster.critic.model.state}
+
+
+def put_state(cluster: Cluster, arrays: Mapping[str, Any]) -> None:
+    """Give the trainers what `state_of` named."""
+    cluster.trainer.trainable, cluster.trainer.optimizer_state = arrays["trainable"], arrays["optimizer"]
+    if cluster.critic is not None:
+        cluster.critic.model.state = arrays["critic"]
 
 
 def resume_point(run_dir: Path, config: Config) -> ResumePoint:
@@ -174,6 +189,13 @@ def require_same_world(run_dir: Path, point: ResumePoint, cluster: Cluster, task
             f"{here} was made on other weights than {cluster.source} holds now (digest then {point.meta['model'][:8]}, "
             f"now {cluster.model_digest[:8]}); put the model back, or start a new run"
         )
+    for model in cluster.reward_models:
+        then = point.meta["reward_models"][model.name]
+        if model.digest != then:
+            raise CheckpointError(
+                f"{here} was made with other weights of reward model {model.name!r} than its folder holds now (digest "
+                f"then {then[:8]}, now {model.digest[:8]}); put the model back, or start a new run"
+            )
     if task != point.meta["task"]:
         raise CheckpointError(
             f"{here} was made on other data: then {point.meta['task']}; now {task}. Put the data back, or start a new "

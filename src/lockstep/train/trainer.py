@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.algorithms.base import Algorithm
 from lockstep.algorithms.losses import Tokens, Totals
+from lockstep.cluster.entropy import Entropy
 from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.errors import MismatchError, NumericsError
 from lockstep.train.batching import MicroBatch
 from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
+from lockstep.train.optimizer import placed
 from lockstep.types import Trajectory
 
 ROUNDING = 1e-2  # nats; differences of rounding are far below it in float32 and bfloat16, those of content above
@@ -78,28 +79,14 @@ class Trainer:
         self._schedule = schedule
         self.first_layer = first_trained_layer(trainable)
         self._names = frozenset(trainable)
-        # Moments lie where their parameters lie; without saying so a compiler may replicate them.
-        placed = {path: leaf.sharding for path, leaf in self.trainable.items()}
-        everywhere = NamedSharding(programs.mesh, PartitionSpec())
-        state_placed = optax.tree.map_params(
-            optimizer,
-            lambda _, place: place,
-            jax.eval_shape(optimizer.init, self.trainable),
-            placed,
-            transform_non_params=lambda _: everywhere,
-        )
-        self.optimizer_state = jax.jit(optimizer.init, out_shardings=state_placed)(self.trainable)
-        self._loss = jax.jit(jax.value_and_grad(algorithm.loss, has_aux=True))
+        self.optimizer_state, self._update = placed(optimizer, self.trainable, programs.mesh)
+        settings = algorithm.settings
+        self._entropy = Entropy(programs) if settings.entropy_coef or settings.measure_entropy else None
+        differentiated = (0, 1) if settings.entropy_coef else (0,)
+        self._loss = jax.jit(jax.value_and_grad(algorithm.loss, differentiated, has_aux=True))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
 
         self._norm = jax.jit(optax.global_norm)
-
-        def update(grads: Any, state: Any, params: Any) -> Any:
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        # The parameters are not donated: the sampler may be serving these very buffers.
-        self._update = jax.jit(update, donate_argnums=(0, 1), out_shardings=(placed, state_placed))
 
     @property
     def params(self) -> dict[str, jax.Array]:
@@ -137,7 +124,7 @@ class Trainer:
         weights = SplitWeights.of(self.params, self.programs.spec.num_layers)
         counted = [t for t in trajectories if len(t.completion_ids)]
         totals = Totals(np.float32(sum(len(t.completion_ids) for t in counted)), np.float32(len(counted)))
-        if self.algorithm.needs_reference:
+        if self.algorithm.kl_in_loss:
             assert all(t.reference_logprobs is not None for t in counted), "the loss needs reference log-probabilities"
         logprobs: list[np.ndarray | None] = [None] * len(trajectories)
         grads: dict[str, jax.Array] | None = None
@@ -163,7 +150,13 @@ class Trainer:
         held = [(trajectories[i].logprobs, lp) for i in used if (lp := stale.get(i, logprobs[i])) is not None]
         if held:
             sums |= mismatch(np.concatenate([was for was, _ in held]), np.concatenate([now for _, now in held]))
-        sums |= {"grad_norm": norm, "lr": float(self._schedule(update_number)), "tokens/trained": int(totals.tokens)}
+        sums["ratio"] = 1.0 + sums.pop("ratio_less_1")
+        sums |= {
+            "grad_norm": norm,
+            "lr": float(self._schedule(update_number)),
+            "tokens/trained": int(totals.tokens),
+            "loss/denominator": self.algorithm.denominator(totals),
+        }
         return StepResult(sums, logprobs)
 
     def _micro_step(
@@ -190,8 +183,23 @@ class Trainer:
             assert recomputed is not None
             self._require_record(trajectories[i], recomputed, compared=i not in stale)
         tokens = Tokens(*self.programs.put_rows(tuple(batch.tokens)))
-        (_, metrics), dlogp = self._loss(logp, tokens, totals)
-        return metrics, backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer)
+        entropy = None
+        if self._entropy is not None:
+            entropy = self._entropy(weights, picked, device.target, device.temperature)
+        (_, metrics), (dlogp, *dentropy) = self._loss(logp, entropy, tokens, totals)
+        extra = None
+        if self._entropy is not None and dentropy:
+            extra = self._entropy.vjp(
+                weights, self._names, states[-1], device.at, device.target, device.temperature, dentropy[0]
+            )
+        return metrics, backward(self.programs, weights, self._names, device, states, dlogp, self.first_layer, extra)
+
+    def require_records(self, trajectories: Sequence[Trajectory], recomputed: Sequence[np.ndarray | None]) -> None:
+        """Hold each record against log-probabilities recomputed under the weights that sampled it, where there are
+        any. Raises as `step` does."""
+        for t, values in zip(trajectories, recomputed, strict=True):
+            if values is not None:
+                self._require_record(t, values, compared=True)
 
     def _require_record(self, t: Trajectory, recomputed: np.ndarray, *, compared: bool) -> None:
         """compared: whether the weights are those that sampled it."""

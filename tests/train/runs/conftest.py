@@ -51,6 +51,11 @@ def even(prompts, completions, rows):
     return [sum(ord(c) % 2 == 0 for c in text) / max(1, len(text)) for text in completions]
 
 
+def odd_rows(prompts, completions, rows):
+    """Tells apart only the completions of odd questions."""
+    return [sum(map(ord, c)) % 97 if row["number"] % 2 else 1 for c, row in zip(completions, rows, strict=True)]
+
+
 def length(prompts, completions, rows):
     return [len(text) for text in completions]
 
@@ -116,7 +121,7 @@ def train() -> Callable[..., Path]:
 def _opened(config: Config) -> Iterator[Loop]:
     """A fresh run's loop before its start, for tests that look between the steps."""
     cluster = build(config)
-    run_dir = rundir.claim_run_dir(config)
+    run_dir = rundir.claim_run_dir(config.run)
     with (
         closing(cluster),
         Progress(config, run_dir, quiet()) as progress,

@@ -29,7 +29,7 @@ KEYS = {
     "time/sync_s", "time/wait_s", "time/step_s", "engine/passes", "engine/padding", "prompts/skipped",
     "engine/cached_tokens", "engine/preemptions", "engine/drafted", "engine/accepted", "time/rollout_s", "idle/actor",
     "idle/rollout", "idle/reward", "staleness/mean", "staleness/max", "staleness/tokens", "dropped/stale",
-    "dropped/aborted", "dropped/failed",
+    "dropped/aborted", "dropped/failed", "clip_fraction/low", "updates", "loss/denominator",
 }  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def test_every_field_of_a_trajectory_is_stored(finished) -> None:
     stored = finished.step(8).trajectories[0]
     for field in fields(Trajectory):
         value = getattr(stored, field.name)
-        assert (value is None) == (field.name in ("failed", "kept_logmass", "details")), field.name
+        assert (value is None) == (field.name in ("failed", "kept_logmass", "details", "values")), field.name
         assert not isinstance(value, np.ndarray) or (value.size and value.dtype in (np.int32, np.float32))
 
 

@@ -112,7 +112,10 @@ def assert_same_run(one: Placed, other: Placed, left) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("cluster", APART.values(), ids=APART)
+@pytest.mark.parametrize(
+    "cluster",
+    [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name != "all eight devices")) for name, c in APART.items()],
+)
 def test_the_placement_does_not_show(place, left, cluster: str) -> None:
     assert_same_run(place(TOGETHER), place(cluster), left)
 
@@ -126,7 +129,11 @@ def test_the_placement_does_not_show_when_everything_trains(place, left) -> None
     assert metrics[0]["kl/k3"] == 0 and metrics[-1]["kl/k3"] > 0
 
 
-@pytest.mark.parametrize("trains", [pytest.param((), marks=pytest.mark.slow), FULL], ids=["an adapter", "everything"])
+@pytest.mark.parametrize(
+    "trains",
+    [pytest.param((), marks=pytest.mark.slow), pytest.param(FULL, marks=pytest.mark.slow)],
+    ids=["an adapter", "everything"],
+)
 def test_a_sampler_in_bfloat16_is_the_same_sampler(place, left, trains) -> None:
     """On a mesh of its own it holds what it computes with: half the bytes, the same bits in every record."""
     more = (*trains, "--model.dtype=bfloat16")

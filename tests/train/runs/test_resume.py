@@ -17,7 +17,7 @@ from lockstep.models.hf import load_folder, save_folder
 APART = ("--cluster={actor = {fsdp = 2}, rollout = {fsdp = 2}, reference = {tensor = 2}}",)
 
 
-@pytest.fixture(scope="module", params=["together", "apart"])
+@pytest.fixture(scope="module", params=["together", pytest.param("apart", marks=pytest.mark.slow)])
 def whole(request, kit, finished, train, left, tmp_path_factory):
     """An uninterrupted run of eight steps with checkpoints after 3, 6 and 8: colocated, and each role by itself."""
     if request.param == "together":

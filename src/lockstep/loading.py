@@ -34,6 +34,20 @@ def describe_exception(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc}{at}"
 
 
+def load_object(reference: str, folder: str | None, kind: str, is_one: Callable[[Any], bool]) -> Any:
+    """What `module:name` names; `load_function` says where it is looked for. kind, is_one: what it should be, for the
+    error that lists those that there are. Raises ConfigError when there is no such module or name."""
+    module_name, _, name = reference.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"{reference!r} is not of the form 'module:{kind}', as in 'my_module:my_{kind}'")
+    module = _import(module_name, Path(folder).resolve() if folder is not None else None, reference)
+    found = getattr(module, name, None)
+    if found is None:
+        known = [key for key, value in vars(module).items() if is_one(value)]
+        raise ConfigError(f"{reference!r}: {_file_of(module)} has no {kind} {name!r}; {nearest(name, known)}")
+    return found
+
+
 def load_function(
     reference: str, folder: str | None, parameters: Sequence[str], *, may_be_async: bool = False
 ) -> Callable[..., Any]:
@@ -47,16 +61,8 @@ def load_function(
     may_be_async: an `async def` will do; the caller awaits what it returns.
     Raises: ConfigError when there is no such module or function, the import fails, or the arguments do not fit.
     """
-    module_name, _, function_name = reference.partition(":")
-    if not function_name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(f"{reference!r} is not of the form 'module:function', as in 'my_rewards:length'")
-    module = _import(module_name, Path(folder).resolve() if folder is not None else None, reference)
-    function = getattr(module, function_name, None)
-    if function is None:
-        known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(
-            f"{reference!r}: {_file_of(module)} has no function {function_name!r}; {nearest(function_name, known)}"
-        )
+    function = load_object(reference, folder, "function", inspect.isfunction)
+    function_name = reference.partition(":")[2]
     wanted = f"def {function_name}({', '.join(parameters)})"
     if not callable(function) or (inspect.iscoroutinefunction(function) and not may_be_async):
         kind = "an async function" if callable(function) else f"a {type(function).__name__}"

@@ -1,0 +1,32 @@
+"""Reward-ranked fine-tuning, best of n (Dong et al. 2023, arXiv:2304.06767).
+
+    L = -1/N sum over the best `best_of` completions of each group of log pi(y_t)
+
+Of equally good completions the first drawn are taken. A group whose rewards are all equal has no best one and is not
+trained on. Ratios play no part, so a batch may be used several times without a clip.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lockstep.algorithms.base import Advantages, Algorithm, Samples
+from lockstep.algorithms.losses import Tokens
+
+
+class RAFT(Algorithm):
+    def advantages(self, samples: Samples) -> Advantages:
+        r, chosen, flat, groups = samples.outcomes, np.zeros(len(samples.rewards)), 0, samples.groups
+        for members in groups.values():
+            own = r[members]
+            if own.min() == own.max():
+                flat += 1
+                continue
+            best = np.argsort(-own, kind="stable")[: self.settings.best_of]
+            chosen[np.asarray(members)[best]] = 1.0
+        return Advantages(chosen, flat, len(groups), used=chosen > 0)
+
+    def objective(self, logp: jax.Array, ratio: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        return tokens.advantage * logp, jnp.zeros_like(logp, bool)

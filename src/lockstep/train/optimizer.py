@@ -1,0 +1,68 @@
+"""AdamW as a recipe asks for it, and an optimizer on the mesh of what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lockstep.config import OptimConfig
+
+Update = Callable[[Any, Any, Any], tuple[dict[str, jax.Array], Any]]
+
+
+def make_schedule(optim: OptimConfig, steps: int, updates_per_step: int = 1) -> optax.Schedule:
+    """Learning rate by update number: linear warm-up to `lr`, then constant, or down to 0 at the last step."""
+    warm_up = optim.warmup_steps * updates_per_step
+    rest = max(1, steps * updates_per_step - warm_up)
+    after = {
+        "constant": optax.constant_schedule(optim.lr),
+        "linear": optax.linear_schedule(optim.lr, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(optim.lr, rest),
+    }[optim.schedule]
+    if not warm_up:
+        return after
+    # Starts one notch up: update 0 at rate 0 would be a wasted step.
+    warm = optax.linear_schedule(optim.lr / warm_up, optim.lr, max(1, warm_up - 1))
+    return optax.join_schedules([warm, after], [warm_up])
+
+
+def make_optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW behind global-norm clipping (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    return optax.chain(
+        optax.clip_by_global_norm(optim.max_grad_norm),
+        optax.adamw(schedule, b1=optim.betas[0], b2=optim.betas[1], eps=optim.eps, weight_decay=optim.weight_decay),
+    )
+
+
+def placed(
+    optimizer: optax.GradientTransformation, trainable: Mapping[str, jax.Array], mesh: Mesh
+) -> tuple[Any, Update]:
+    """(state, update): the state with its moments where their parameters lie, and the compiled update,
+    (gradients, state, parameters) -> (parameters, state), which consumes gradients and state."""
+    # Without saying where moments lie a compiler may replicate them.
+    places = {path: leaf.sharding for path, leaf in trainable.items()}
+    state_places = optax.tree.map_params(
+        optimizer,
+        lambda _, place: place,
+        jax.eval_shape(optimizer.init, dict(trainable)),
+        places,
+        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+    )
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    # The parameters are not donated: the sampler may be serving these very buffers.
+    compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(places, state_places))
+    return jax.jit(optimizer.init, out_shardings=state_places)(dict(trainable)), compiled
+
+
+def updates_made(state: Any) -> int | None:
+    """How many updates the optimizer has made, by its own count; None where it keeps none."""
+    counts = optax.tree.get_all_with_path(state, "count")
+    return int(counts[0][1]) if counts else None

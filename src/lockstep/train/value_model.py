@@ -1,0 +1,147 @@
+"""A model with a scalar head that trains: what the critic and the training of a reward model have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.cluster.sharding import place
+from lockstep.config import OptimConfig
+from lockstep.errors import ModelError, NumericsError
+from lockstep.models.catalog import LoadedModel
+from lockstep.models.init import init_leaf
+from lockstep.train.batching import MicroBatch
+from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
+from lockstep.train.optimizer import make_optimizer, make_schedule, placed
+from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit
+from lockstep.train.trainer import first_trained_layer
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One micro-batch's forward pass: its arrays, all that `layer_states` yielded, and a value per completion token
+    [row shards * M] float32."""
+
+    device: DeviceBatch
+    states: list[jax.Array]
+    values: jax.Array
+
+
+class ValueModel:
+    """Owns a model with a scalar head, of which `trainable` trains, and its optimizer's state."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        frozen: Mapping[str, jax.Array],
+        trainable: Mapping[str, jax.Array],
+        optimizer: optax.GradientTransformation,
+        schedule: optax.Schedule,
+    ) -> None:
+        assert programs.spec.scalar_head, "a value model has a scalar head"
+        self.programs, self.frozen, self.trainable = programs, dict(frozen), dict(trainable)
+        self._schedule, self._names = schedule, frozenset(trainable)
+        self._first_layer = first_trained_layer(trainable)
+        self.optimizer_state, self._update = placed(optimizer, self.trainable, programs.mesh)
+        self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        self._norm = jax.jit(optax.global_norm)
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        return {**self.frozen, **self.trainable}
+
+    @property
+    def weights(self) -> SplitWeights:
+        """As they are now."""
+        return SplitWeights.of(self.params, self.programs.spec.num_layers)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"trainable": self.trainable, "optimizer": self.optimizer_state}
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        self.trainable, self.optimizer_state = state["trainable"], state["optimizer"]
+
+    def values(self, weights: SplitWeights, batch: MicroBatch) -> np.ndarray:
+        """[row shards * M] float32: of the row that predicts each completion token."""
+        return values_of(self.programs, weights, batch)
+
+    def forward(self, weights: SplitWeights, batch: MicroBatch) -> Forward:
+        """The same, with what the backward pass needs."""
+        device, first = DeviceBatch.put(self.programs, batch), self._first_layer
+        trunk = last_state(self.programs, weights, device.rows, 0, first) if first else None
+        layers = first, self.programs.spec.num_layers
+        states = list(layer_states(self.programs, weights, device.rows, *layers, trunk))
+        picked = self.programs.pick(states[-1], device.at)
+        return Forward(device, states, self.programs.values(weights, picked, device.target))
+
+    def gradients(
+        self, weights: SplitWeights, forward: Forward, dvalues: jax.Array, so_far: dict[str, jax.Array] | None
+    ) -> dict[str, jax.Array]:
+        """so_far plus this micro-batch's gradients. dvalues: the loss's with respect to `forward.values`."""
+        more = backward(self.programs, weights, self._names, forward.device, forward.states, dvalues, self._first_layer)
+        return more if so_far is None else self._add(so_far, more)
+
+    def update(self, grads: dict[str, jax.Array], number: int, name: str) -> dict[str, float]:
+        """Apply one update; returns `grad_norm` (before clipping) and `lr`. number: updates before it. name: the
+        model's, for the error. Raises NumericsError, and changes nothing, where the gradient is not finite."""
+        norm = float(self._norm(grads))
+        if not math.isfinite(norm):
+            raise NumericsError(
+                f"{name}, update {number}: the norm of the gradient is {norm}, while all values are finite; the "
+                f"backward pass overflowed in {self.programs.num.dtype}. No update was applied; use a lower learning "
+                'rate, or model.dtype = "float32"'
+            )
+        self.trainable, self.optimizer_state = self._update(grads, self.optimizer_state, self.trainable)
+        return {"grad_norm": norm, "lr": float(self._schedule(number))}
+
+
+def values_of(programs: Programs, weights: SplitWeights, batch: MicroBatch) -> np.ndarray:
+    """[row shards * M] float32: the value at the row that predicts each completion token."""
+    device = DeviceBatch.put(programs, batch)
+    x = last_state(programs, weights, device.rows, 0, programs.spec.num_layers)
+    return np.asarray(programs.values(weights, programs.pick(x, device.at), device.target))
+
+
+def make_value_model(
+    model: LoadedModel,
+    programs: Programs,
+    leaves: LeafSplit,
+    optim: OptimConfig,
+    steps: tuple[int, int],
+    seed: int,
+    shared: Mapping[str, jax.Array],
+) -> ValueModel:
+    """A value model with its optimizer. leaves: what trains (an adapter starts fresh, B zero). steps: how many there
+    will be, and updates in each, for the schedule. shared: arrays that are already on the mesh and are the model's
+    frozen leaves, or none.
+
+    Raises ModelError for weights that are not finite.
+    """
+    mesh = programs.mesh
+    if shared:
+        frozen = {path: shared[path] for path in leaves.frozen}
+    else:
+        frozen = place({path: model.params[path] for path in leaves.frozen}, leaves.frozen, mesh)
+    start = {
+        path: np.asarray(model.params[path], TRAINABLE_DTYPE) if path in model.params else init_leaf(leaf, seed)
+        for path, leaf in leaves.trains.items()
+    }
+    trainable = place(start, leaves.trains, mesh)
+    if broken := [p for p, a in {**frozen, **trainable}.items() if not bool(jnp.isfinite(a).all())]:
+        raise ModelError(
+            f"{model.source}: {len(broken)} leaves hold NaN or infinity, {broken[0]} first; the weights are damaged, "
+            "get them anew"
+        )
+    schedule = make_schedule(optim, *steps)
+    return ValueModel(programs, frozen, trainable, make_optimizer(optim, schedule), schedule)

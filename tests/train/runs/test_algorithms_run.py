@@ -1,0 +1,142 @@
+"""Every algorithm in the loop: the record is bitwise, and every number follows from the stored trajectories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.audit.definitions import k_estimate
+from lockstep.audit.oracle import differences
+from lockstep.store import read_step
+
+CRITIC = "--critic={head_std = 0.5, lora = {rank = 2, last_layers = 1}, optim = {lr = 0.01}}"
+CASES: dict[str, list[str]] = {
+    "dr_grpo": ["--algorithm={name = 'dr_grpo', entropy_coef = 0.01}"],
+    "dapo": ["--algorithm={name = 'dapo', overlong_tokens = 3, overlong_penalty = 0.5}"],
+    "gspo": ["--algorithm={name = 'gspo', kl_coef = 0.1}"],
+    "cispo": ["--algorithm={name = 'cispo', scale_rewards = 'batch'}"],
+    "rloo": ["--algorithm={name = 'rloo', kl_coef = 0.1}"],
+    "reinforce_pp": ["--algorithm={name = 'reinforce_pp', kl_coef = 0.1, group_baseline = true}"],
+    "ppo": ["--algorithm={name = 'ppo', kl_coef = 0.1}", CRITIC],
+    "raft": ["--algorithm={name = 'raft', best_of = 2}"],
+    "ppo, twice in halves": [
+        "--algorithm={name = 'ppo', measure_entropy = true}", CRITIC.replace("{head", "{warmup_steps = 1, head"),
+        "--train.epochs=2", "--train.mini_batches=2",
+    ],
+    "grpo, twice in thirds": ["--train.epochs=2", "--train.mini_batches=3", "--optim.schedule=linear"],
+    "grpo, no long ones": ["--algorithm={mask_truncated = true, measure_entropy = true}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_follows_from_the_trajectories(kit, train, left, tmp_path: Path, case: str) -> None:
+    config = kit.config(tmp_path, "--run.steps=3", "--run.checkpoint_every=0", *CASES[case])
+    run = left(train(config))
+    metrics = run.metrics()
+    assert len(metrics) == 3
+    for m in metrics:
+        step = run.step(m["step"])
+        assert differences(config, step, m) == []
+        assert m["mismatch/unequal_tokens"] == 0 and m["mismatch/max_abs"] == 0
+        if "twice" not in case:
+            assert m["ratio"] == 1.0 and m["clip_fraction"] == 0.0 and m["updates"] == 1
+            tokens, sequences = m["tokens/trained"], sum(a is not None for a in step.extra["advantage"])
+            wanted = {"token_mean": tokens, "sequence_mean": sequences, "constant": sequences * 6}
+            assert m["loss/denominator"] == wanted[config.algorithm.aggregate]
+    _check(case, config, run, metrics)
+
+
+def _check(case: str, config: Any, run: Any, metrics: list[dict[str, Any]]) -> None:
+    """What is the case's own."""
+    first = run.step(1)
+    if case.startswith("ppo"):
+        assert all(t.values is not None and len(t.values) == len(t.completion_ids) for t in first.trajectories)
+        assert all("critic/loss" in m and m["critic/grad_norm"] > 0 for m in metrics)
+        assert any(len(set(np.round(a, 6))) > 1 for a in first.extra["token_advantages"] if len(a) > 1)
+    if case == "ppo, twice in halves":
+        assert [m["updates"] for m in metrics] == [0, 4, 4] and "loss" not in metrics[0]
+        assert metrics[1]["ratio"] != 1.0 and metrics[1]["entropy"] > 0
+        receipts = run.receipts()
+        assert receipts[0]["digest"] == receipts[1]["digest"] != receipts[2]["digest"], "the critic trained alone"
+    if case == "grpo, twice in thirds":
+        assert [m["updates"] for m in metrics] == [6, 6, 6]
+        rates = [m["lr"] for m in metrics]  # of the last update of each step, of 18 in all
+        np.testing.assert_allclose(rates, [0.02 * (1 - n / 18) for n in (5, 11, 17)], rtol=1e-5)
+    if case == "raft":
+        assert sum(a is not None for a in first.extra["advantage"]) == 2 * 3
+    if case == "grpo, no long ones":
+        used = [t for t, a in zip(first.trajectories, first.extra["advantage"], strict=True) if a is not None]
+        assert 0 < len(used) < 12 and all(t.finish_reason == "stop" for t in used)
+    if case in ("rloo", "reinforce_pp", "gspo"):
+        again = run.step(3)
+        kl = [
+            k_estimate(config.algorithm.kl_estimator, t.logprobs.astype(float), t.reference_logprobs.astype(float))
+            for t in again.trajectories
+        ]
+        assert np.abs(np.concatenate(kl)).max() > 1e-4, "the KL plays a part"
+    if case == "dr_grpo":
+        assert all(0 < m["entropy"] < np.log(262) for m in metrics)
+
+
+def test_groups_that_teach_nothing_are_replaced(kit, train, left, tmp_path: Path) -> None:
+    """Prompts go on where the rounds ended; what was dropped is counted, kept in the store, and not trained on."""
+    reward = "--reward.functions=[{name = 'run_rewards:odd_rows'}]"
+    with_flat = kit.folder / "run_rewards.py"
+    assert "def odd_rows" in with_flat.read_text()
+    config = kit.config(tmp_path, "--run.steps=2", "--algorithm={dynamic_rounds = 2}", reward)
+    run = left(train(config))
+    for m in run.metrics():
+        step = run.step(m["step"])
+        assert differences(config, step, m) == []
+        trained = {t.group_id for t, a in zip(step.trajectories, step.extra["advantage"], strict=True) if a is not None}
+        rows = {g: int(step.prompts[g][:2]) % 2 for g in {t.group_id for t in step.trajectories}}
+        assert all(rows[g] == 1 for g in trained) and len(trained) == 3
+        assert m["dynamic/rounds"] >= 2 and m["dynamic/flat_groups"] == sum(odd == 0 for odd in rows.values())
+        assert m["groups/zero_variance"] == 0 and m["groups/total"] == 3
+        assert len(step.trajectories) == m["dynamic/rounds"] * 12
+    first, second = (read_step(run.path / "trajectories", n) for n in (1, 2))
+    assert not {t.group_id for t in first.trajectories} & {t.group_id for t in second.trajectories}
+
+
+def test_other_sampling_weights_are_corrected_for(kit, train, left, tmp_path: Path) -> None:
+    """Fast numerics: the loss's ratio is to the trainer's own log-probabilities, the weights carry the rest."""
+    fast = ["--numerics={mode = 'fast'}", "--run.steps=2", "--algorithm={correction = 'token_truncated'}"]
+    run = left(train(kit.config(tmp_path, *fast)))
+    for m in run.metrics():
+        assert m["ratio"] == 1.0 and m["correction/mean"] == pytest.approx(1, abs=1e-3) and m["correction/capped"] == 0
+
+
+MINE = '''
+import jax.numpy as jnp
+from lockstep.algorithms.advantages import per_group
+from lockstep.algorithms.base import Algorithm
+
+
+class Ranked(Algorithm):
+    """Advantage by rank within the group, REINFORCE."""
+
+    options = {"spread": 1.0}
+
+    def advantages(self, samples):
+        def by_rank(r):
+            rank = r.argsort().argsort()
+            return self.option("spread") * (rank / (len(r) - 1) - 0.5)
+
+        return per_group(samples, by_rank)
+
+    def objective(self, logp, ratio, tokens):
+        return tokens.advantage * logp, jnp.zeros_like(logp, bool)
+'''
+
+
+def test_an_algorithm_of_ones_own(kit, train, left, tmp_path: Path) -> None:
+    (tmp_path / "ranked.py").write_text(MINE)
+    own = f"--algorithm={{name = 'ranked:Ranked', folder = '{tmp_path}', options = {{spread = 2.0}}}}"
+    config = kit.config(tmp_path, "--run.steps=2", own)
+    run = left(train(config))
+    step = run.step(1)
+    assert {round(abs(a), 6) for a in step.extra["advantage"]} <= {1.0, round(1 / 3, 6), 0.0}
+    assert all(differences(config, run.step(m["step"]), m) == [] for m in run.metrics())
