@@ -53,7 +53,8 @@ def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) ->
     if judged:
         wanted_advantages, flat = _advantages(config, judged)
         expect(EXACT, groups__zero_variance=flat)
-        if config.algorithm.built_in:  # of others, nobody but they knows what their advantages should be
+        idle = not any(np.any(a) for _, a, _ in trained) and _none_left(config, judged, wanted_advantages)
+        if config.algorithm.built_in and not idle:  # what those of others should be, nobody else knows
             found = _wrong_advantages(wanted_advantages, trained)
     if trained:
         _expect_training(config, trained, metrics, expect)
@@ -97,6 +98,16 @@ def _judged(config: Config, kept: list[Trajectory]) -> list[Trajectory]:
     uneven = [g for g, found in rewards.items() if len(found) > 1] or list(rewards)
     chosen = set(uneven[: config.rollout.prompts])
     return [t for t in kept if t.group_id in chosen]
+
+
+def _none_left(config: Config, judged: list[Trajectory], advantages: Wanted) -> bool:
+    """Whether the recipe leaves out every sample: all were cut, or none is the best of its group."""
+    s = config.algorithm
+    return all(
+        (s.mask_truncated and t.finish_reason == "length")
+        or (s.name == "raft" and not np.any(advantages[t.group_id, t.index]))
+        for t in judged
+    )
 
 
 def _penalty(config: Config, t: Trajectory) -> np.ndarray:

@@ -252,6 +252,18 @@ def _quantities(run: RunData) -> list[Quantity]:
         Quantity("Gradient norm", "before clipping", {"grad_norm": "norm"}, limit=limit),
         Quantity("Ratio", "trainer / sampler, mean over tokens", {"ratio": "ratio"}),
         Quantity("Clip fraction", "share of tokens whose ratio was clipped", {"clip_fraction": "clipped"}),
+        Quantity("Entropy", "nats per token trained on", {"entropy": "entropy"}),
+        Quantity("Critic", "of the values", {"critic/loss": "loss", "critic/explained_variance": "explained variance"}),
+        Quantity(
+            "Correction",
+            "weights of tokens that other weights or arithmetic sampled",
+            {"correction/mean": "mean", "correction/capped": "share at the cap"},
+        ),
+        Quantity(
+            "Groups replaced",
+            "groups of further prompts were sampled for them",
+            {"dynamic/flat_groups": "equal rewards", "dynamic/surplus_groups": "beyond the number wanted"},
+        ),
         Quantity("How completions end", "completions", ends),
         Quantity("Reward spread", "standard deviation within a step", {"reward_std": "std"}),
         Quantity(

@@ -126,7 +126,7 @@ class Collector:
             values = self.cluster.critic.values(kept)
             kept = [replace(t, values=v) for t, v in zip(kept, values, strict=True)]
         groups_found = algorithm.advantages(self.samples(kept))
-        picked = self._select(kept, groups_found, number)
+        picked, silent = self._select(kept, groups_found, number)
         batch = [kept[i] for i in picked]
         if not self._kl_in_reward:
             batch, trunks = with_reference(self.cluster, batch)
@@ -136,7 +136,7 @@ class Collector:
             kept,
             groups_found,
             batch,
-            [groups_found.of(i) for i in picked],
+            [0.0 if silent else groups_found.of(i) for i in picked],
             None if groups_found.returns is None else [groups_found.returns[i] for i in picked],
             trunks,
             counts | dropped_counts(found.dropped) | dict(found.scored),
@@ -174,21 +174,22 @@ class Collector:
         lengths = np.array([len(t.completion_ids) for t in kept])
         return rewards - overlong(lengths, most, s.overlong_tokens, s.overlong_penalty)
 
-    def _select(self, kept: Sequence[Trajectory], groups: Advantages, number: int) -> np.ndarray:
-        """Indices of the rollouts to train on, in order."""
+    def _select(self, kept: Sequence[Trajectory], groups: Advantages, number: int) -> tuple[np.ndarray, bool]:
+        """(indices of the rollouts to train on, in order; whether there are none, and these are to have advantage 0,
+        so that the step is one that changes nothing but the optimizer's counts)."""
         config = self.config
         used = np.ones(len(kept), bool) if groups.used is None else groups.used.copy()
         if config.algorithm.mask_truncated:
             used &= np.array([t.finish_reason != "length" for t in kept])
         if not used.any():
-            # All advantages are 0, or every completion was cut: the step trains on nothing, but it is a step.
-            used[:] = True
+            self._warn(f"step {number}: no completion is left to train on; the step goes on with advantages of 0")
+            return np.arange(len(kept)), True
         indices = np.flatnonzero(used)
         if config.train.select == "all":
-            return indices
+            return indices, False
         size = np.abs(groups.per_sample[indices])
         ties = np.random.default_rng((config.run.seed, number)).random(len(indices))
-        return np.sort(indices[np.lexsort((ties, -size))[: config.train.select_count]])
+        return np.sort(indices[np.lexsort((ties, -size))[: config.train.select_count]]), False
 
     def _generate(self, number: int, cursor: int, first_version: int) -> Batch:
         """The step's batch; as many of those that follow as the bound allows are asked for, and go on meanwhile."""

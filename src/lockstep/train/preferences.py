@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.envs.loading import nearest
 from lockstep.envs.sources import FileRows, derive_seed
 from lockstep.errors import ConfigError, DataError
+from lockstep.loading import nearest
 from lockstep.reward_recipe import PreferencesConfig
 from lockstep.train.scored_text import ScoredText
 

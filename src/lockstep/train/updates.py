@@ -78,7 +78,11 @@ def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Ge
     log-probabilities are those before the first.
     """
     settings, train, batch = config.algorithm, config.train, work.batch
-    plan = parts(len(batch), train.epochs, train.mini_batches, (config.run.seed, work.number))
+    # A part needs tokens, so what has none is not drawn for one.
+    real = np.flatnonzero([len(t.completion_ids) > 0 for t in batch])
+    drawn = parts(len(real), train.epochs, train.mini_batches, (config.run.seed, work.number))
+    whole = np.arange(len(batch))
+    plan = [[real[p] if len(cuts) > 1 else whole for p in cuts] for cuts in drawn]
     alone = critic is not None and critic.trains_alone(work.number - 1)
     corrects = settings.correction != "none"
     now = work.recompute(batch) if sum(map(len, plan)) > 1 or corrects or alone else None
@@ -89,7 +93,7 @@ def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Ge
     results: list[StepResult] = []
     values: list[dict[str, float]] = []
     for epoch, cuts in enumerate(plan):
-        for indices in cuts:
+        for indices in (cut.tolist() for cut in cuts):
             chosen = [batch[i] for i in indices]
             if not alone:
                 held = _held_against(indices, work.stale, now, first=not results, again=epoch > 0)
@@ -124,7 +128,7 @@ def _critic_step(critic: Critic, chosen: Sequence[Trajectory], returns: Sequence
 
 
 def _held_against(
-    indices: np.ndarray,
+    indices: Sequence[int],
     stale: Mapping[int, np.ndarray | None],
     now: Sequence[np.ndarray | None] | None,
     *,
@@ -134,7 +138,7 @@ def _held_against(
     """What `Trainer.step` is to hold each record against, by place in the part; what is not named is compared with what
     the step itself computes. first: no update has moved the weights yet. again: the record was compared before."""
     found: dict[int, np.ndarray | None] = {}
-    for place, i in enumerate(indices.tolist()):
+    for place, i in enumerate(indices):
         if again:
             found[place] = None
         elif i in stale:

@@ -140,3 +140,24 @@ def test_an_algorithm_of_ones_own(kit, train, left, tmp_path: Path) -> None:
     step = run.step(1)
     assert {round(abs(a), 6) for a in step.extra["advantage"]} <= {1.0, round(1 / 3, 6), 0.0}
     assert all(differences(config, run.step(m["step"]), m) == [] for m in run.metrics())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--algorithm={mask_truncated = true}", "--rollout.stop=[]"], ["--algorithm.name=raft"]],
+    ids=["cut", "raft"],
+)
+def test_a_step_with_nothing_to_train_on_is_a_step(kit, opened, left, tmp_path: Path, words: list[str]) -> None:
+    flat = ["--reward.functions=[{name = 'run_rewards:same'}]"] if "raft" in words[0] else []
+    config = kit.config(tmp_path, "--run.steps=1", *words, *flat)
+    with opened(config) as loop:
+        loop.start()
+        before = {path: np.asarray(leaf).copy() for path, leaf in loop.cluster.trainer.trainable.items()}
+        loop.step()
+        after = loop.cluster.trainer.trainable
+    run = left(loop.run_dir)
+    (m,) = run.metrics()
+    if "raft" in words[0] or all(t.finish_reason == "length" for t in run.step(1).trajectories):
+        assert all(np.array_equal(before[path], np.asarray(after[path])) for path in before)
+        assert "no completion is left to train on" in (loop.run_dir / "log.txt").read_text()
+    assert differences(config, run.step(1), m) == []
