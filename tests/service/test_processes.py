@@ -412,6 +412,16 @@ def test_a_model_that_is_not_there_is_said() -> None:
         Server(ServeSpec(model="no-such-model"))
 
 
+@pytest.mark.slow
+def test_a_replica_is_warmed_up_before_it_takes_weights(tiny_folder: Path) -> None:
+    said: list[str] = []
+    with Server(ServeSpec(model=str(tiny_folder), slots=2, max_positions=32, warm_up=True), say=said.append) as server:
+        assert any("rollout-0: warm-up:" in line for line in said)
+        (end,) = run_all(server.service, [request()])
+        status = server.service.status()
+    assert end.policy.number == 0 and not status.retired, "the blank weights are no version"
+
+
 def test_a_replica_that_cannot_be_set_up_says_why(tiny_folder: Path) -> None:
     with pytest.raises(ServiceError, match=r"rollout-0 cannot be set up.*decode_steps"):
         Server(ServeSpec(model=str(tiny_folder), slots=8, max_positions=64, decode_steps=0))

@@ -49,16 +49,13 @@ def _serve(options: argparse.Namespace) -> int | None:
     weights_dir = None if options.weights_dir is None else Path(options.weights_dir)
     if weights_dir is not None and not weights_dir.is_dir():
         raise ConfigError(f"--weights-dir {weights_dir} is not a folder")
-    spec = ServeSpec(
-        model=options.model or "",
-        recipe=options.recipe or "",
-        dtype=options.dtype,
-        numerics=options.numerics,
-        slots=options.slots,
-        max_positions=options.max_positions or 0,
-        kv_memory_mib=options.kv_memory_mib or 0,
-        warm_up=options.warm_up,
-    )
+    sizes = {key: getattr(options, key) for key in ("dtype", "numerics", "slots", "max_positions", "kv_memory_mib")}
+    sizes = {key: value for key, value in sizes.items() if value is not None}
+    if options.recipe and sizes:
+        raise ConfigError(
+            f"--{next(iter(sizes)).replace('_', '-')} goes with a model; a recipe says it itself: edit it"
+        )
+    spec = ServeSpec(model=options.model or "", recipe=options.recipe or "", warm_up=options.warm_up, **sizes)
     with contextlib.ExitStack() as at_the_end:
         listener = bind(options.host, options.port)
         at_the_end.callback(listener.close)
@@ -124,7 +121,8 @@ def _run(
     from lockstep.service.http.surface import Surface
 
     model, limits = server.served.model, _limits(options, server.served.max_positions)
-    name = options.name or Path(options.model or model.source).name
+    config = server.served.config
+    name = options.name or Path(options.model if config is None else config.model.name).name
     served = Served(name, model.tokenizer, model.spec.vocab_size, server.served.max_positions, weights_dir=weights_dir)
     surface = Surface(server.service, server, served, limits, tokens, options.host, journal or MemoryReplay())
     http = HttpServer(surface, listener, options.grace_s, version("lockstep-rl"))
@@ -223,11 +221,11 @@ def add_serve(add: Add) -> None:
     serve.add_argument(
         "--grace-s", metavar="S", type=seconds, default=30.0, help="to finish what is in flight (default: 30)"
     )
-    serve.add_argument("--slots", metavar="N", type=count, default=32, help="samples decoded together (default: 32)")
+    serve.add_argument("--slots", metavar="N", type=count, help="samples decoded together (default: 32)")
     serve.add_argument("--max-positions", metavar="N", type=count, help="prompt and completion tokens of one sample")
     serve.add_argument(
         "--kv-memory-mib", metavar="N", type=count, help="for cache pages (default: enough for all slots)"
     )
-    serve.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    serve.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="default: exact")
+    serve.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32")
+    serve.add_argument("--numerics", choices=("exact", "fast"), help="default: exact")
     serve.add_argument("--warm-up", action="store_true", help="compile before the first request")

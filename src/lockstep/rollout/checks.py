@@ -41,8 +41,8 @@ def check_request(
     if need > max_positions:
         raise CapacityError(
             f"prompt {prompt.id!r}: {len(prompt.ids)} prompt tokens + {params.max_new_tokens} new tokens = {need} "
-            f"positions, the engine was sized for {max_positions}; raise task.max_prompt_tokens or lower "
-            f"rollout.max_new_tokens"
+            f"positions, the engine was sized for {max_positions}; shorten the prompt or ask for fewer tokens, or "
+            f"make room: task.max_prompt_tokens of a recipe, or --max-positions of `lockstep serve`"
         )
     bad = [i for i in prompt.ids if not 0 <= i < vocab_size]
     if bad:

@@ -18,7 +18,8 @@ import jax
 
 from lockstep.cluster.devices import device_kinds
 from lockstep.errors import LockstepError, SyncError
-from lockstep.serve.role import Role, make_role
+from lockstep.rollout.engine import Engine
+from lockstep.serve.role import BLANK, Role, make_role
 from lockstep.serve.spec import BIRTH, READY, Birth, Ready
 from lockstep.service.codec import event_to_json, request_from_json, status_to_json
 from lockstep.service.requests import Refused
@@ -28,6 +29,7 @@ from lockstep.sync.ends import numbers_from
 from lockstep.sync.replica_server import ReplicaServer
 from lockstep.sync.transport import Deadline
 from lockstep.train.rundir import keep_compiled_programs
+from lockstep.types import PolicyVersion
 
 STATUS_S = 1.0  # between two signs of life
 PATIENCE_S = 120.0  # until the front takes a message off our hands
@@ -80,10 +82,18 @@ def _set_up(birth: Birth, say: Callable[[str], None]) -> tuple[Role, EngineWorke
         return numbers
 
     role = make_role(
-        birth.spec, birth.name, transport, numbers_of, lambda policy, params: made[0].install(policy, params), say
-    )
+        birth.spec, birth.name, transport, numbers_of,
+        lambda policy, params: made[0].call(lambda engine: _install(engine, policy, params)), say,
+    )  # fmt: skip
     made.append(EngineWorker(birth.name, role.engine))
     return role, made[0], ReplicaServer(role.replica, transport, numbers, birth.sync, birth.sync_token)
+
+
+def _install(engine: Engine, policy: PolicyVersion, params: Mapping[str, jax.Array]) -> None:
+    warmed_up = engine.version == BLANK
+    engine.install(policy, params)
+    if warmed_up:
+        engine.take_retired()  # the blank weights were no version: nobody is told
 
 
 def _ready(role: Role, worker: EngineWorker) -> Ready:

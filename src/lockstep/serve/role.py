@@ -37,8 +37,9 @@ from lockstep.train.assembly import (
 )
 from lockstep.train.policy import split_leaves
 from lockstep.train.syncing import Scorer
-from lockstep.types import Fingerprint, SamplingParams
+from lockstep.types import Fingerprint, PolicyVersion, SamplingParams
 
+BLANK = PolicyVersion(-1, "")  # weights that programs are compiled with, and nobody is served
 DEFAULT_POSITIONS = 2048  # a long context that nobody uses would fill the memory with pages
 
 
@@ -129,11 +130,17 @@ def make_role(
     frozen = place(model.params, served.frozen, mesh) if served.frozen else {}
     engine = _engine(spec, served, programs, say)
     where = shardings(served.trains, mesh)
-    blank = {path: np.zeros(leaf.shape, jnp.dtype(served.dtype)) for path, leaf in served.trains.items()}
+    zeros = {path: np.zeros(leaf.shape, jnp.dtype(served.dtype)) for path, leaf in served.trains.items()}
+    blank = place(zeros, served.trains, mesh)
+    if spec.warm_up or (config is not None and config.rollout.warm_up):
+        engine.install(BLANK, {**frozen, **blank})
+        warmed = engine.warm_up(served.sampling)
+        if say is not None:
+            say(f"{name}: {warmed}")
     base_digest = tree_digest(leaf_digests(frozen)) if frozen else ""
     replica = LocalReplica(
         name,
-        place(blank, served.trains, mesh),
+        blank,
         where,
         transport,
         install=lambda policy, tree: install(policy, {**frozen, **tree}),

@@ -88,7 +88,7 @@ def test_token_files(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("t", "inference short", "at least 16"),
+        ("t", "sync short", "the sync token must be at least 16"),
         ("t", f"both {INFERENCE}", "line 1"),
         ("t", f"inference {INFERENCE}\ncontrol {INFERENCE}", "the same"),
         ("t", "", "no token"),

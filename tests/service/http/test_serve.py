@@ -193,6 +193,7 @@ def test_it_finishes_what_is_in_flight_and_says_so(served: Served) -> None:
         (["m", "--token-file", "/nowhere/at/all"], "/nowhere/at/all"),
         (["/nowhere/at/all", "--port", "0"], "/nowhere/at/all"),
         (["--port", "0"], "name a model or a recipe"),
+        (["--recipe", "r.toml", "--numerics", "fast"], "--numerics goes with a model"),
     ],
 )
 def test_what_cannot_be_served_is_said_at_once(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config import load_config
 from lockstep.errors import ConfigError, ServiceError
 from lockstep.metrics import read_jsonl
 from lockstep.service.client import RemoteRollouts
@@ -40,6 +41,8 @@ def server(kit, tokens: Path) -> Iterator[tuple[str, int]]:
     with process, process.stdout:
         first = process.stdout.readline()
         assert first.startswith("listening on "), first
+        name = Path(load_config(kit.folder / "recipe.toml").model.name).name
+        assert process.stdout.readline().startswith(f"model {name}, policy v0:")
         yield first.split()[-1], process.pid
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()

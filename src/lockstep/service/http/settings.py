@@ -77,10 +77,11 @@ class AccessTokens:
     def of(cls, inference: list[str], control: list[str], sync: list[str] | None = None) -> AccessTokens:
         """Raises ConfigError for tokens that are short, doubled, or cannot stand in a header."""
         sync = sync or []
-        for token in [*inference, *control, *sync]:
+        kinds = zip(KINDS, (inference, control, sync), strict=True)
+        for kind, token in [(kind, token) for kind, given in kinds for token in given]:
             if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
                 raise ConfigError(
-                    f"an access token must be at least {MIN_TOKEN} printable ASCII characters without spaces, found "
+                    f"the {kind} token must be at least {MIN_TOKEN} printable ASCII characters without spaces, found "
                     f"one of {len(token)}; make one with: python -c 'import secrets; print(secrets.token_urlsafe())'"
                 )
         if len({*inference, *control, *sync}) < len([*inference, *control, *sync]):
