@@ -125,7 +125,7 @@ class Bench:
         measuring.__class__ = type(built)
         if built.algorithm is not measuring.algorithm:
             measuring.algorithm = built.algorithm
-            measuring._loss = jax.jit(jax.value_and_grad(built.algorithm.loss, has_aux=True))
+            measuring._loss = jax.jit(jax.value_and_grad(built.algorithm.loss, (0,), has_aux=True))
         subject = Subject(cluster, folder, self.recipe, loop, measuring)
         return {check.name: check for check in examine(subject, None, lambda check: None)}
 
