@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from lockstep.config import Config, TaskConfig, parse_config
 from lockstep.errors import ConfigError
 from lockstep.keydocs import listing, markdown
-from lockstep.reward_recipe import RewardRecipe
 from lockstep.schema import Section, keys
+from lockstep.supervised_recipe import DpoRecipe, RewardRecipe, SftRecipe
 from lockstep.types import LEAST_TEMPERATURE
 
 ROOT = Path(__file__).parent.parent
@@ -170,7 +170,10 @@ def test_a_recipe_s_least_temperature_is_the_engine_s() -> None:
     assert key.expected == f"a number >= {LEAST_TEMPERATURE:g}"
 
 
-@pytest.mark.parametrize(("page", "recipe"), [("recipes.md", Config), ("reward-model.md", RewardRecipe)])
+@pytest.mark.parametrize(
+    ("page", "recipe"),
+    [("recipes.md", Config), ("reward-model.md", RewardRecipe), ("sft.md", SftRecipe), ("dpo.md", DpoRecipe)],
+)
 def test_the_reference_in_the_docs_is_the_schemas(page: str, recipe: type[Section]) -> None:
     text = (ROOT / "docs" / page).read_text()
     written = text.partition("<!-- keys -->\n")[2].partition("<!-- /keys -->")[0]

@@ -30,7 +30,7 @@ LAYERS = [
         "algorithm_section",
         "loading",
         "value_sections",
-        "reward_recipe",
+        "supervised_recipe",
         "reward_section",
         "overrides",
         "config",
@@ -52,7 +52,7 @@ PACKAGES_OF_ONE_LEVEL = {"sync", "rollout", "algorithms", "envs"}  # no arrows b
 SIDEWAYS = {("rollout", "sync")}
 NO_JAX = (
     "config",
-    "reward_recipe",
+    "supervised_recipe",
     "types",
     "errors",
     "schema",

@@ -293,10 +293,10 @@ def parse_config(text: str, *, overrides: list[str], folder: Path, where: str) -
     the working directory. where: names the recipe in errors. Raises: ConfigError that lists every problem.
     """
     data = _toml(text, where)
-    if "reward_model" in data:
+    if table := next((name for name in ("reward_model", "sft", "dpo") if name in data), None):
         raise ConfigError(
-            f"{where}: a recipe with [reward_model] trains a reward model on preference pairs and has no policy; the "
-            "command that takes it is `lockstep run`"
+            f"{where}: a recipe with [{table}] trains on a file of examples and samples nothing; the command that "
+            "takes it is `lockstep run`"
         )
     make_paths_absolute(Config, data, folder.resolve())
     overridden = apply_overrides(Config, data, overrides, Path.cwd())

@@ -30,7 +30,7 @@ from lockstep.models.lora import LoraSpec, adapter_table
 from lockstep.models.spec import LayerKind, ModelSpec, Rope, leaf_table
 from lockstep.train.batching import Geometry
 from lockstep.train.critic import Critic
-from lockstep.train.value_model import ValueModel
+from lockstep.train.trained_model import TrainedModel
 from lockstep.types import Trajectory
 
 TILE, PAGE, CLIP = 16, 4, 0.5
@@ -82,7 +82,7 @@ def critic(
         for chosen in ([p for p in params if p not in trains], [p for p in params if p in trains])
     )
     keep = optax.chain(optax.trace(0.0), optax.scale(0.0))
-    model = ValueModel(made, frozen, trainable, optimizer or keep, optax.constant_schedule(0.125))
+    model = TrainedModel(made, frozen, trainable, optimizer or keep, optax.constant_schedule(0.125))
     return Critic(model, Geometry(made.row_shards, max_rows, TILE, PAGE), clip=CLIP)
 
 

@@ -30,13 +30,12 @@ from lockstep.models.catalog import load_value_model
 from lockstep.models.decoder import Numerics, reference_logits
 from lockstep.models.spec import ModelSpec
 from lockstep.models.tokenizer import Tokenizer
-from lockstep.reward_recipe import RewardRecipe, load_reward_recipe
+from lockstep.supervised_recipe import RewardRecipe, load_supervised
 from lockstep.train.batching import Geometry
-from lockstep.train.preferences import sequences_of
 from lockstep.train.reward_model import RewardModel, make_reward_models
-from lockstep.train.reward_training import describe, make_training, run_reward_model
 from lockstep.train.scored_text import ScoredText
-from lockstep.train.sequences import at_last, last_of, sequence_batches
+from lockstep.train.sequences import at_last, last_of
+from lockstep.train.supervised.run import describe, make_training, run_supervised
 from lockstep.types import Prompt
 from lockstep.value_sections import RewardModelConfig
 
@@ -78,7 +77,7 @@ def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> Callable[..., RewardRecipe]:
-    return lambda runs, *words: load_reward_recipe(folder / "rm.toml", [f"--run.dir={runs}", *words])
+    return lambda runs, *words: load_supervised(RewardRecipe, folder / "rm.toml", [f"--run.dir={runs}", *words])
 
 
 def quiet() -> Console:
@@ -87,7 +86,7 @@ def quiet() -> Console:
 
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory) -> Path:
-    return run_reward_model(recipe(tmp_path_factory.mktemp("finished")), console=quiet())
+    return run_supervised(recipe(tmp_path_factory.mktemp("finished")), console=quiet())
 
 
 @partial(jax.jit, static_argnums=0)
@@ -135,16 +134,16 @@ def test_the_gradient_of_every_leaf_is_that_of_the_plain_way(recipe, tmp_path) -
     made = recipe(tmp_path, "--reward_model.head_std=0.5")
     training = make_training(made)
     model, pairs = training.trainer.model, training.data.train[:6]
-    sequences, groups = sequences_of(pairs)
+    sequences = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
     gradients = []
     for max_rows in (512, 32):
         geometry = Geometry(1, max_rows, 16, 16)
-        batches = sequence_batches(sequences, groups, geometry)
+        batches = training.trainer.objective.lay_out(pairs, geometry)
         assert (len(batches) > 1) == (max_rows == 32)
         scores = np.zeros(12, np.float32)
         passes = [model.forward(model.weights, b) for b in batches]
         for b, p in zip(batches, passes, strict=True):
-            last_of(b, np.asarray(p.values), scores)
+            last_of(b, np.asarray(p.outputs), scores)
         slope = jax.grad(lambda s: bradley_terry(s, np.zeros(6, np.float32), np.ones(6, bool))[0])(
             jnp.asarray(scores).reshape(6, 2)
         )
@@ -194,8 +193,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(recipe, finished: Path, tmp_path: Pat
     shutil.rmtree(left / "checkpoints" / "36")
     shutil.rmtree(left / "model")
     with pytest.raises(CheckpointError, match=r"the recipe changed since checkpoint 24 \(optim.lr was 0.003 and is"):
-        run_reward_model(load_reward_recipe(left / "recipe.toml", ["--optim.lr=0.1"]), resume=left, console=quiet())
-    run_reward_model(load_reward_recipe(left / "recipe.toml"), resume=left, console=quiet())
+        run_supervised(
+            load_supervised(RewardRecipe, left / "recipe.toml", ["--optim.lr=0.1"]), resume=left, console=quiet()
+        )
+    run_supervised(load_supervised(RewardRecipe, left / "recipe.toml"), resume=left, console=quiet())
     a, b = (read_jsonl(p / "metrics.jsonl").records for p in (finished, left))
     assert without_time(a) == without_time(b)
     for name in ("model.safetensors", "config.json"):
@@ -215,16 +216,17 @@ def test_an_adapter_is_merged_into_the_exported_folder(recipe, tmp_path) -> None
         tmp_path, "--lora={rank = 2, last_layers = 1}", "--reward_model.epochs=1", "--reward_model.batch_pairs=64",
         "--optim.lr=0.05", "--reward_model.margin_column=by",
     )  # fmt: skip
-    run_dir = run_reward_model(made, console=quiet())
+    run_dir = run_supervised(made, console=quiet())
     training = make_training(made)
     training.trainer.model.state, _ = checkpoint.restore(run_dir, 3, training.trainer.model.state)
-    sequences, groups = sequences_of(training.data.held_out[:4])
+    pairs = training.data.held_out[:4]
+    sequences = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
     merged = load_value_model(run_dir / "model", std=0.0, seed=0)
     assert merged.params["layers.2.q"].tobytes() != training.base.params["layers.2.q"].tobytes()
     tokens = np.stack([np.pad(s, (0, 24 - len(s))) for s in sequences])
     plain = plain_values(merged.spec, merged.params, tokens)
     expected = [plain[i, len(s) - 1] for i, s in enumerate(sequences)]
-    np.testing.assert_allclose(training.trainer.scores(sequences, groups), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(training.trainer.scores(pairs), expected, rtol=1e-4, atol=1e-5)
 
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -240,7 +242,7 @@ def test_a_bad_row_is_named_and_leaves_no_run_behind(name: str, recipe, tmp_path
     change, words = BAD_ROWS[name]
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair(1) | change) + "\n")
     with pytest.raises(DataError, match=words):
-        run_reward_model(recipe(tmp_path, f"--reward_model.data={tmp_path / 'pairs.jsonl'}"), console=quiet())
+        run_supervised(recipe(tmp_path, f"--reward_model.data={tmp_path / 'pairs.jsonl'}"), console=quiet())
     assert [p.name for p in tmp_path.iterdir()] == ["pairs.jsonl"]
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.cli.words import Add, run_directory, say
 from lockstep.errors import ConfigError
 from lockstep.text import did_you_mean
+
+if TYPE_CHECKING:
+    from lockstep.supervised_recipe import SupervisedRecipe
 
 _RUN_FLAGS = ("--dry-run", "--traceback", "--help", "-h")
 _RUN_VALUES = ("--resume", "--name")
@@ -42,12 +46,12 @@ def split_run_words(words: list[str]) -> tuple[list[str], list[str]]:
 def _run(options: argparse.Namespace) -> None:
     from lockstep.config import Config, load_config
     from lockstep.overrides import apply_overrides
-    from lockstep.reward_recipe import is_reward_recipe
+    from lockstep.supervised_recipe import recipe_kind
 
     overrides = list(options.overrides)
     at = options.recipe if options.resume is None else Path(options.resume) / "recipe.toml"
-    if at is not None and is_reward_recipe(Path(at)):
-        _run_reward_model(options, overrides)
+    if at is not None and (kind := recipe_kind(Path(at))) is not None:
+        _run_supervised(options, overrides, kind)
         return
     refuse_mistyped_options(overrides, list(Config.model_fields), (*_RUN_FLAGS, *_RUN_VALUES))
     apply_overrides(Config, {}, overrides, Path.cwd())  # a mistyped key first: it may have swallowed the recipe
@@ -76,25 +80,26 @@ def _run(options: argparse.Namespace) -> None:
     print(f"run directory: {run(config, resume=resume)}")
 
 
-def _run_reward_model(options: argparse.Namespace, overrides: list[str]) -> None:
-    """A recipe with a `[reward_model]` table."""
-    from lockstep.reward_recipe import RewardRecipe, load_reward_recipe
+def _run_supervised(options: argparse.Namespace, overrides: list[str], kind: type[SupervisedRecipe]) -> None:
+    """A recipe with a `[reward_model]`, `[sft]` or `[dpo]` table."""
+    from lockstep.supervised_recipe import load_supervised
 
-    refuse_mistyped_options(overrides, list(RewardRecipe.model_fields), (*_RUN_FLAGS, *_RUN_VALUES))
+    refuse_mistyped_options(overrides, list(kind.model_fields), (*_RUN_FLAGS, *_RUN_VALUES))
     resume = None
     if options.resume is not None:
         _refuse_beside_resume(options)
         resume = run_directory(options.resume)
     named = [] if options.name is None else [f"--run.name={options.name}"]
-    recipe = load_reward_recipe(options.recipe if resume is None else resume / "recipe.toml", overrides + named)
+    at = options.recipe if resume is None else resume / "recipe.toml"
+    recipe = load_supervised(kind, at, overrides + named)
     if options.dry_run:
-        from lockstep.train.reward_training import describe
+        from lockstep.train.supervised.run import describe
 
-        print(describe(recipe))
+        print(describe(recipe, say))
         return
-    from lockstep.train.reward_training import run_reward_model
+    from lockstep.train.supervised.run import run_supervised
 
-    print(f"run directory: {run_reward_model(recipe, resume=resume)}")
+    print(f"run directory: {run_supervised(recipe, resume=resume)}")
 
 
 def _refuse_beside_resume(options: argparse.Namespace) -> None:
@@ -117,10 +122,10 @@ def refuse_mistyped_options(overrides: list[str], sections: list[str], options: 
 def _keys(options: argparse.Namespace) -> None:
     from lockstep.config import Config
     from lockstep.keydocs import listing, markdown
-    from lockstep.reward_recipe import RewardRecipe
-    from lockstep.schema import keys, suggest
+    from lockstep.schema import Section, keys, suggest
+    from lockstep.supervised_recipe import RECIPES
 
-    recipe = RewardRecipe if options.reward_model else Config
+    recipe: type[Section] = Config if options.table is None else RECIPES[options.table]
     if options.markdown:
         print(markdown(recipe), end="")
         return
@@ -139,8 +144,8 @@ def add_run(add: Add) -> None:
         "       lockstep run --resume DIR [--section.key VALUE ...]",
         epilog="Any key of the recipe can be given as --section.key VALUE, with the value as in TOML:\n"
         "  lockstep run recipes/addition.toml --optim.lr 1e-3 --rollout.samples 16 --lora none\n"
-        "`lockstep keys` explains the keys. A recipe with a [reward_model] table trains a reward model on preference\n"
-        "pairs (docs/reward-model.md); `lockstep keys --reward-model` explains its keys.",
+        "`lockstep keys` explains the keys. A recipe with a [reward_model], [sft] or [dpo] table trains on a file\n"
+        "of examples (docs/reward-model.md, docs/sft.md, docs/dpo.md); `lockstep keys --sft` and so on explain them.",
     )
     run.add_argument("recipe", nargs="?", metavar="RECIPE", help="TOML file")
     run.add_argument("--dry-run", action="store_true", help="print what would run, and what it costs; run nothing")
@@ -152,4 +157,11 @@ def add_keys(add: Add) -> None:
     keys = add("keys", _keys, "explain the keys of a recipe")
     keys.add_argument("word", nargs="?", metavar="WORD", help="only keys that contain this, such as optim or tokens")
     keys.add_argument("--markdown", action="store_true", help="as the tables of docs/recipes.md")
-    keys.add_argument("--reward-model", action="store_true", help="of a recipe that trains a reward model")
+    of = keys.add_mutually_exclusive_group()
+    of.set_defaults(table=None)
+    for option, table, what in (
+        ("--reward-model", "reward_model", "a reward model"),
+        ("--sft", "sft", "a policy on completions"),
+        ("--dpo", "dpo", "a policy on preference pairs"),
+    ):
+        of.add_argument(option, action="store_const", const=table, dest="table", help=f"of a recipe that trains {what}")

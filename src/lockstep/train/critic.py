@@ -26,8 +26,8 @@ from lockstep.models.catalog import LoadedModel, load_value_model
 from lockstep.models.fetch import Say
 from lockstep.models.value_head import with_value_head
 from lockstep.train.batching import Geometry, MicroBatch, make_micro_batches
-from lockstep.train.policy import value_leaves
-from lockstep.train.value_model import ValueModel, make_value_model
+from lockstep.train.policy import trained_leaves
+from lockstep.train.trained_model import TrainedModel, make_trained_model
 from lockstep.types import Trajectory
 
 
@@ -38,7 +38,7 @@ class Critic:
     many first steps of the run train it alone.
     """
 
-    def __init__(self, model: ValueModel, geometry: Geometry, *, clip: float, warmup_steps: int = 0) -> None:
+    def __init__(self, model: TrainedModel, geometry: Geometry, *, clip: float, warmup_steps: int = 0) -> None:
         self.model, self.geometry, self._warmup_steps = model, geometry, warmup_steps
         self._loss = jax.jit(jax.value_and_grad(partial(value_loss, clip=clip), has_aux=True))
 
@@ -54,7 +54,7 @@ class Critic:
         weights = self.model.weights
         found: list[np.ndarray | None] = [None] * len(trajectories)
         for batch in self._batches(trajectories):
-            batch.scatter(self.model.values(weights, batch), found)
+            batch.scatter(self.model.outputs(weights, batch), found)
         for t, values in zip(trajectories, found, strict=True):
             if values is not None:
                 _require_finite(t, values)
@@ -86,11 +86,11 @@ class Critic:
         sums = {"loss": 0.0, "clip_fraction": 0.0}
         for batch in self._batches(trajectories):
             forward = self.model.forward(weights, batch)
-            batch.scatter(np.asarray(forward.values), found)
+            batch.scatter(np.asarray(forward.outputs), found)
             for i, _, _ in batch.spans:
                 _require_finite(trajectories[i], np.asarray(found[i]))
             tokens = ValueTokens(*put((batch.tokens.mask, _flat(batch, old_values), _flat(batch, returns))))
-            (_, metrics), dvalues = self._loss(forward.values, tokens, num_tokens)
+            (_, metrics), dvalues = self._loss(forward.outputs, tokens, num_tokens)
             grads = self.model.gradients(weights, forward, dvalues, grads)
             sums = {name: total + float(metrics[name]) for name, total in sums.items()}
         assert grads is not None, "a step needs at least one token"
@@ -182,10 +182,10 @@ def make_critic(
     else:
         model = load_value_model(wanted.model, config.model.dtype, std=wanted.head_std, seed=seed, say=say)
         _require_same_tokens(config, wanted.model, model, policy)
-    leaves = value_leaves(wanted.lora, model.spec)
+    leaves = trained_leaves(wanted.lora, model.spec)
     num = replace(actor[0].num, lora_scale=leaves.lora.scale if leaves.lora else 0.0)
     programs = Programs(model.spec, num, dial.mesh("critic"), leaves.all)
     shared = actor[1] if wanted.model is None and dial.colocated("actor", "critic") else {}
     steps = config.run.steps, config.train.updates_per_step
-    made = make_value_model(model, programs, leaves, wanted.optim, steps, seed, shared)
+    made = make_trained_model(model, programs, leaves, wanted.optim, steps, seed, shared)
     return Critic(made, geometry(config, programs), clip=wanted.clip, warmup_steps=wanted.warmup_steps)

@@ -28,7 +28,7 @@ from lockstep.rollout.pool_size import (
 from lockstep.text import format_bytes
 from lockstep.train.assembly import measures_kl
 from lockstep.train.footprint import snapshot_column
-from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves, value_leaves
+from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves, trained_leaves
 from lockstep.train.stale import versions_kept
 
 
@@ -115,7 +115,7 @@ def _critic_bytes(config: Config, critic: CriticConfig, dial: Dial, policy: Mode
     """The critic's columns. An adapter on the actor's own frozen arrays adds the adapter and the head only."""
     compute, master = jnp.dtype(config.model.dtype).itemsize, jnp.dtype(TRAINABLE_DTYPE).itemsize
     spec = policy if critic.model is None else load_spec(critic.model)
-    leaves, axes = value_leaves(critic.lora, replace(spec, scalar_head=True)), dial.role("critic").axes
+    leaves, axes = trained_leaves(critic.lora, replace(spec, scalar_head=True)), dial.role("critic").axes
     shares = critic.model is None and config.lora is not None and dial.colocated("actor", "critic")
     trained = bytes_per_device(leaves.trains, axes, master)
     return {

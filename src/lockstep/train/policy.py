@@ -38,21 +38,19 @@ class LeafSplit:
         return {**self.frozen, **self.trains}
 
 
-def split_leaves(config: Config, spec: ModelSpec) -> LeafSplit:
-    """What trains under this recipe, and what does not. Raises ConfigError as `lora_spec` does."""
-    lora, table = lora_spec(config.lora, spec), leaf_table(spec)
-    trains = trainable_leaves(table, adapter_table(spec, lora) if lora else None)
-    return LeafSplit(lora, trains, table if lora else {})
-
-
-def value_leaves(lora: LoraConfig | None, spec: ModelSpec) -> LeafSplit:
-    """What of a model with a scalar head trains: an adapter and the head, or everything. Raises ConfigError as
-    `lora_spec` does."""
+def trained_leaves(lora: LoraConfig | None, spec: ModelSpec) -> LeafSplit:
+    """What of a model trains, and what does not: an adapter, and a scalar head where there is one, or everything.
+    Raises ConfigError as `lora_spec` does."""
     adapter, table = lora_spec(lora, spec), leaf_table(spec)
     if adapter is None:
-        return LeafSplit(None, table, {})
-    head = {VALUE_HEAD: table.pop(VALUE_HEAD)}
-    return LeafSplit(adapter, adapter_table(spec, adapter) | head, table)
+        return LeafSplit(None, trainable_leaves(table, None), {})
+    head = {VALUE_HEAD: table.pop(VALUE_HEAD)} if spec.scalar_head else {}
+    return LeafSplit(adapter, trainable_leaves(table, adapter_table(spec, adapter)) | head, table)
+
+
+def split_leaves(config: Config, spec: ModelSpec) -> LeafSplit:
+    """`trained_leaves` of a recipe's policy."""
+    return trained_leaves(config.lora, spec)
 
 
 def sampler_dtype(config: Config) -> str:

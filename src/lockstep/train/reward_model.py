@@ -31,7 +31,7 @@ from lockstep.sync.verify import leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
 from lockstep.train.scored_text import ScoredText
 from lockstep.train.sequences import last_of, sequence_batches
-from lockstep.train.value_model import values_of
+from lockstep.train.trained_model import outputs_of
 from lockstep.types import Prompt
 from lockstep.value_sections import RewardModelConfig
 
@@ -68,7 +68,7 @@ class RewardModel:
         sequences, groups = [ids for ids in made if isinstance(ids, np.ndarray)], [prompts[i].id for i in right]
         scores = np.zeros(len(sequences), np.float32)
         for batch in sequence_batches(sequences, groups, self.geometry):
-            last_of(batch, values_of(self.programs, self.weights, batch), scores)
+            last_of(batch, outputs_of(self.programs, self.weights, batch), scores)
         found = dict(zip(right, scores.tolist(), strict=True))
         return [ids if isinstance(ids, Outcome) else self._outcome(found[i], prompts[i]) for i, ids in enumerate(made)]
 

@@ -1,4 +1,4 @@
-"""Whole sequences as micro-batches of rows, to read a value at the last token of each.
+"""Sequences that nothing sampled as micro-batches of rows; whole ones, to read a value at the last token of each.
 
 What predicts a token has read everything before it. So a sequence is laid out as one that goes on with one more token,
 which no row reads: the value "before" that token is the value at the sequence's last one. Sequences of a group share
@@ -57,7 +57,11 @@ def _common(sequences: Sequence[np.ndarray]) -> int:
     return shortest if alike.all() else int(np.argmin(alike))
 
 
+def unscored(prompt: np.ndarray, completion: np.ndarray, group: str, index: int) -> Trajectory:
+    """Tokens that nothing sampled, as a trajectory: its record is zeros, which nobody reads."""
+    none = np.zeros(len(completion), np.float32)
+    return Trajectory(prompt, completion, none, np.zeros(len(completion), np.int32), "stop", 0, group, index, _NONE)
+
+
 def _laid(sequence: np.ndarray, cut: int, group: str, index: int) -> Trajectory:
-    rest = np.append(sequence[cut:], np.int32(0)).astype(np.int32)
-    none = np.zeros(len(rest), np.float32)
-    return Trajectory(sequence[:cut], rest, none, np.zeros(len(rest), np.int32), "stop", 0, group, index, _NONE)
+    return unscored(sequence[:cut], np.append(sequence[cut:], np.int32(0)).astype(np.int32), group, index)

@@ -1,4 +1,5 @@
-"""A model with a scalar head that trains: what the critic and the training of a reward model have in common."""
+"""A model that trains on one number per token: a value where it has a scalar head, else the token's log-probability.
+What the critic and supervised training have in common."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ from lockstep.train.trainer import first_trained_layer
 
 @dataclass(frozen=True)
 class Forward:
-    """One micro-batch's forward pass: its arrays, all that `layer_states` yielded, and a value per completion token
+    """One micro-batch's forward pass: its arrays, all that `layer_states` yielded, and a number per completion token
     [row shards * M] float32."""
 
     device: DeviceBatch
     states: list[jax.Array]
-    values: jax.Array
+    outputs: jax.Array
 
 
-class ValueModel:
-    """Owns a model with a scalar head, of which `trainable` trains, and its optimizer's state."""
+class TrainedModel:
+    """Owns a model of which `trainable` trains, and its optimizer's state."""
 
     def __init__(
         self,
@@ -46,7 +47,6 @@ class ValueModel:
         optimizer: optax.GradientTransformation,
         schedule: optax.Schedule,
     ) -> None:
-        assert programs.spec.scalar_head, "a value model has a scalar head"
         self.programs, self.frozen, self.trainable = programs, dict(frozen), dict(trainable)
         self._schedule, self._names = schedule, frozenset(trainable)
         self._first_layer = first_trained_layer(trainable)
@@ -72,9 +72,9 @@ class ValueModel:
     def state(self, state: Mapping[str, Any]) -> None:
         self.trainable, self.optimizer_state = state["trainable"], state["optimizer"]
 
-    def values(self, weights: SplitWeights, batch: MicroBatch) -> np.ndarray:
+    def outputs(self, weights: SplitWeights, batch: MicroBatch) -> np.ndarray:
         """[row shards * M] float32: of the row that predicts each completion token."""
-        return values_of(self.programs, weights, batch)
+        return outputs_of(self.programs, weights, batch)
 
     def forward(self, weights: SplitWeights, batch: MicroBatch) -> Forward:
         """The same, with what the backward pass needs."""
@@ -82,14 +82,15 @@ class ValueModel:
         trunk = last_state(self.programs, weights, device.rows, 0, first) if first else None
         layers = first, self.programs.spec.num_layers
         states = list(layer_states(self.programs, weights, device.rows, *layers, trunk))
-        picked = self.programs.pick(states[-1], device.at)
-        return Forward(device, states, self.programs.values(weights, picked, device.target))
+        return Forward(device, states, _outputs(self.programs, weights, device, states[-1]))
 
     def gradients(
-        self, weights: SplitWeights, forward: Forward, dvalues: jax.Array, so_far: dict[str, jax.Array] | None
+        self, weights: SplitWeights, forward: Forward, doutputs: jax.Array, so_far: dict[str, jax.Array] | None
     ) -> dict[str, jax.Array]:
-        """so_far plus this micro-batch's gradients. dvalues: the loss's with respect to `forward.values`."""
-        more = backward(self.programs, weights, self._names, forward.device, forward.states, dvalues, self._first_layer)
+        """so_far plus this micro-batch's gradients. doutputs: the loss's with respect to `forward.outputs`."""
+        more = backward(
+            self.programs, weights, self._names, forward.device, forward.states, doutputs, self._first_layer
+        )
         return more if so_far is None else self._add(so_far, more)
 
     def update(self, grads: dict[str, jax.Array], number: int, name: str) -> dict[str, float]:
@@ -98,7 +99,7 @@ class ValueModel:
         norm = float(self._norm(grads))
         if not math.isfinite(norm):
             raise NumericsError(
-                f"{name}, update {number}: the norm of the gradient is {norm}, while all values are finite; the "
+                f"{name}, update {number}: the norm of the gradient is {norm}, while the loss is finite; the "
                 f"backward pass overflowed in {self.programs.num.dtype}. No update was applied; use a lower learning "
                 'rate, or model.dtype = "float32"'
             )
@@ -106,14 +107,21 @@ class ValueModel:
         return {"grad_norm": norm, "lr": float(self._schedule(number))}
 
 
-def values_of(programs: Programs, weights: SplitWeights, batch: MicroBatch) -> np.ndarray:
-    """[row shards * M] float32: the value at the row that predicts each completion token."""
+def outputs_of(programs: Programs, weights: SplitWeights, batch: MicroBatch) -> np.ndarray:
+    """[row shards * M] float32: the value at the row that predicts each completion token, or its log-probability."""
     device = DeviceBatch.put(programs, batch)
     x = last_state(programs, weights, device.rows, 0, programs.spec.num_layers)
-    return np.asarray(programs.values(weights, programs.pick(x, device.at), device.target))
+    return np.asarray(_outputs(programs, weights, device, x))
 
 
-def make_value_model(
+def _outputs(programs: Programs, weights: SplitWeights, device: DeviceBatch, x: jax.Array) -> jax.Array:
+    picked = programs.pick(x, device.at)
+    if programs.spec.scalar_head:
+        return programs.values(weights, picked, device.target)
+    return programs.logprobs(weights, picked, device.target, device.temperature)
+
+
+def make_trained_model(
     model: LoadedModel,
     programs: Programs,
     leaves: LeafSplit,
@@ -121,8 +129,8 @@ def make_value_model(
     steps: tuple[int, int],
     seed: int,
     shared: Mapping[str, jax.Array],
-) -> ValueModel:
-    """A value model with its optimizer. leaves: what trains (an adapter starts fresh, B zero). steps: how many there
+) -> TrainedModel:
+    """A model with its optimizer. leaves: what trains (an adapter starts fresh, B zero). steps: how many there
     will be, and updates in each, for the schedule. shared: arrays that are already on the mesh and are the model's
     frozen leaves, or none.
 
@@ -144,4 +152,4 @@ def make_value_model(
             "get them anew"
         )
     schedule = make_schedule(optim, *steps)
-    return ValueModel(programs, frozen, trainable, make_optimizer(optim, schedule), schedule)
+    return TrainedModel(programs, frozen, trainable, make_optimizer(optim, schedule), schedule)
