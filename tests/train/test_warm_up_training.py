@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lockstep import checkpoint
 from lockstep.algorithms.dpo import dpo
 from lockstep.algorithms.sft import sft
 from lockstep.cli import main
 from lockstep.config import parse_config
 from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError, ModelError, NumericsError
 from lockstep.metrics import read_jsonl
-from lockstep.models import load_model
+from lockstep.models import LoadedModel, load_model
 from lockstep.models.decoder import reference_logits
+from lockstep.models.spec import ModelSpec
 from lockstep.supervised_recipe import DpoRecipe, SftRecipe, SupervisedRecipe, load_supervised
 from lockstep.train.supervised.likelihood import Continuations, PromptedText
 from lockstep.train.supervised.run import Training, describe, make_training, run_supervised
@@ -145,20 +146,45 @@ def gradients(training: Training, items: list[Continuations], max_rows: int) -> 
         return trainer.step(items, 0), found
 
 
-def plain_loss(kind: str, spec: Any, items: list[Continuations], beta: float) -> Callable[[Any], jax.Array]:
-    """By the slow twin, differentiated as a whole: every sequence by itself, nothing shared, nothing cut."""
-    sides = [(item.prompt, completion) for item in items for completion in item.completions]
-    tokens = np.stack([np.pad(np.concatenate(s), (0, 24 - sum(map(len, s)))) for s in sides])
-    on = np.stack([(len(p) <= np.arange(24)) & (np.arange(24) < len(p) + len(c)) for p, c in sides])
-    reference = np.concatenate([item.reference for item in items]) if kind == "dpo" else None
+WIDTH, SEQUENCES = 24, 12  # of the twin: one shape, compiled once
 
-    def loss(params: Any) -> jax.Array:
+
+@partial(jax.jit, static_argnums=0)
+def twin(spec: ModelSpec, params: Any, tokens: Any, on: Any, slopes: Any) -> tuple[jax.Array, Any]:
+    """(log-probability of each completion [B], gradient of slopes [B] times these) by the slow way: every sequence by
+    itself, nothing shared, nothing cut."""
+
+    def sums(params: Any) -> jax.Array:
         logp = jax.nn.log_softmax(reference_logits(spec, params, tokens)[:, :-1])
-        each = jnp.take_along_axis(logp, tokens[:, 1:, None], 2)[..., 0] * on[:, 1:]
-        if reference is None:
-            return -each.sum() / on.sum()
-        r = beta * (each.sum(1) - reference).reshape(-1, 2)
-        return jnp.mean(-jax.nn.log_sigmoid(r[:, 0] - r[:, 1]))
+        return (jnp.take_along_axis(logp, tokens[:, 1:, None], 2)[..., 0] * on[:, 1:]).sum(1)
+
+    found, back = jax.vjp(sums, params)
+    return found, back(slopes)[0]
+
+
+def by_twin(model: LoadedModel, params: Any, items: Sequence[Continuations], slopes: Any) -> tuple[np.ndarray, Any]:
+    """slopes: from the log-probabilities [B], what the gradient is taken of."""
+    sides = [(item.prompt, completion) for item in items for completion in item.completions]
+    tokens, on = np.zeros((SEQUENCES, WIDTH), np.int32), np.zeros((SEQUENCES, WIDTH), bool)
+    for i, (prompt, completion) in enumerate(sides):
+        both = np.concatenate([prompt, completion])
+        tokens[i, : len(both)], on[i, len(prompt) : len(both)] = both, True
+    device = {path: jnp.asarray(x, jnp.float32) for path, x in params.items()}
+    sums, _ = twin(model.spec, device, tokens, on, jnp.zeros(SEQUENCES))
+    _, gradient = twin(model.spec, device, tokens, on, jnp.float32(slopes(np.asarray(sums, np.float64))))
+    return np.asarray(sums, np.float64)[: len(sides)], gradient
+
+
+def loss_of(kind: str, items: Sequence[Continuations]) -> Callable[[Any], jax.Array]:
+    """The paper's, of the log-probabilities [B], in so many words."""
+    if kind == "sft":
+        tokens = sum(len(item.completions[0]) for item in items)
+        return lambda sums: -sums.sum() / tokens
+    reference = np.concatenate([item.reference for item in items])
+
+    def loss(sums: Any) -> jax.Array:
+        r = 0.1 * (sums - reference).reshape(-1, 2)
+        return jnp.mean(-jnp.log(jax.nn.sigmoid(r[:, 0] - r[:, 1])))
 
     return loss
 
@@ -167,16 +193,14 @@ def plain_loss(kind: str, spec: Any, items: list[Continuations], beta: float) ->
 def test_the_gradient_of_every_leaf_is_that_of_the_plain_way(kind: str, trainings: dict[str, Training]) -> None:
     """And the same from several micro-batches as from one, to rounding."""
     training = trainings[kind]
-    items = list(training.data.train[:6])
+    items = list(training.data.train[: SEQUENCES if kind == "sft" else SEQUENCES // 2])
     if kind == "dpo":  # away from the start, where all pairs pull alike
         rng = np.random.default_rng(0)
         items = [replace(item, reference=item.reference + rng.normal(0, 9, 2)) for item in items]
     (metrics, whole), (cut_metrics, cut) = (gradients(training, items, rows) for rows in (512, 32))
-    loss = plain_loss(kind, training.base.spec, items, 0.1)
-    value, expected = jax.jit(jax.value_and_grad(loss))(
-        {p: jnp.asarray(x) for p, x in training.trainer.model.params.items()}
-    )
-    assert metrics["loss"] == pytest.approx(float(value), rel=1e-5)
+    loss = loss_of(kind, items)
+    sums, expected = by_twin(training.base, training.trainer.model.params, items, jax.grad(loss))
+    assert metrics["loss"] == pytest.approx(float(loss(sums)), rel=1e-5)
     assert metrics == pytest.approx(cut_metrics, rel=1e-5)
     for path, wanted in expected.items():
         scale = float(np.abs(wanted).max())
@@ -195,14 +219,14 @@ def test_what_is_measured_does_not_depend_on_the_batch(trainings: dict[str, Trai
         assert together["loss"] == pytest.approx(mean, rel=1e-5)
 
 
-def test_a_score_that_is_not_finite_stops_the_step(recipe: Make) -> None:
-    training = make_training(recipe("sft", "runs"))
-    model = training.trainer.model
-    broken = dict(model.trainable) | {"final_norm": jnp.full_like(model.trainable["final_norm"], jnp.nan)}
-    model.trainable = broken
+def test_a_score_that_is_not_finite_stops_the_step(trainings: dict[str, Training], monkeypatch) -> None:
+    trainer = trainings["sft"].trainer
+    broken = dict(trainer.model.trainable)
+    broken["final_norm"] = jnp.full_like(broken["final_norm"], jnp.nan)
+    monkeypatch.setattr(trainer.model, "trainable", broken)
     with pytest.raises(NumericsError, match=r"a score is nan; the policy's weights hold NaN"):
-        training.trainer.step(training.data.train[:16], 0)
-    assert model.trainable is broken
+        trainer.step(trainings["sft"].data.train[:16], 0)
+    assert trainer.model.trainable is broken
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -214,9 +238,12 @@ def test_sft_learns_to_continue_and_to_stop(finished: dict[str, Path]) -> None:
     assert records[0]["loss"] > 4 and records[-1]["eval/loss"] < 1.5, records[-1]
     assert sum(r["examples"] for r in records) == 2 * 144 and records[-1]["tokens"] > 16
     model = load_model(finished["sft"] / "model")
-    tokens = np.array([[*model.tokenizer.encode("1c:ccc"), model.tokenizer.single_id("<|im_end|>")]])
-    logp = jax.nn.log_softmax(reference_logits(model.spec, model.params, tokens)[0])
-    assert logp[2, tokens[0, 3]] > math.log(0.5) and logp[5, tokens[0, 6]] > math.log(0.1)
+    prompt, answer = (
+        model.tokenizer.encode("1c:"),
+        [*model.tokenizer.encode("ccc"), model.tokenizer.single_id("<|im_end|>")],
+    )
+    one = Continuations(np.array(prompt, np.int32), (np.array(answer, np.int32),))
+    assert math.exp(by_twin(model, model.params, [one], np.zeros_like)[0][0]) > 0.05
 
 
 def test_dpo_starts_at_the_reference_and_learns_what_is_preferred(finished: dict[str, Path]) -> None:
@@ -232,45 +259,53 @@ def without_time(records: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
 
 
-@both
-def test_a_resumed_run_goes_on_bit_for_bit(kind: str, finished: dict[str, Path], tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(finished: dict[str, Path], tmp_path: Path) -> None:
+    """DPO, whose reference is the start weights and not those of the checkpoint."""
     left = tmp_path / "warm"
-    shutil.copytree(finished[kind], left)
+    shutil.copytree(finished["dpo"], left)
     for step in ("16", "18"):
         shutil.rmtree(left / "checkpoints" / step)
     shutil.rmtree(left / "model")
-    changed = load_supervised(KINDS[kind], left / "recipe.toml", ["--optim.lr=0.1"])
-    with pytest.raises(CheckpointError, match=r"the recipe changed since checkpoint 8 \(optim.lr was 0.01 and is"):
+    changed = load_supervised(DpoRecipe, left / "recipe.toml", ["--dpo.beta=0.2"])
+    with pytest.raises(CheckpointError, match=r"the recipe changed since checkpoint 8 \(dpo.beta was 0.1 and is 0.2"):
         run_supervised(changed, resume=left, console=quiet())
-    run_supervised(load_supervised(KINDS[kind], left / "recipe.toml"), resume=left, console=quiet())
-    a, b = (read_jsonl(p / "metrics.jsonl").records for p in (finished[kind], left))
+    run_supervised(load_supervised(DpoRecipe, left / "recipe.toml"), resume=left, console=quiet())
+    a, b = (read_jsonl(p / "metrics.jsonl").records for p in (finished["dpo"], left))
     assert without_time(a) == without_time(b)
     for name in ("model.safetensors", "config.json"):
-        assert (left / "model" / name).read_bytes() == (finished[kind] / "model" / name).read_bytes()
+        assert (left / "model" / name).read_bytes() == (finished["dpo"] / "model" / name).read_bytes()
 
 
-def test_an_adapter_is_merged_and_an_rl_recipe_takes_the_folder(recipe: Make, tmp_path: Path) -> None:
-    made = recipe("dpo", tmp_path, "--lora={rank = 2, last_layers = 1}", "--dpo.epochs=1", "--optim.lr=0.05")
-    run_dir = run_supervised(made, console=quiet())
-    training = make_training(made)
-    reference = training.data.train[0].reference
-    training.trainer.model.state, _ = checkpoint.restore(run_dir, 9, training.trainer.model.state)
-    merged = load_model(run_dir / "model")
-    assert merged.params["layers.2.q"].tobytes() != training.base.params["layers.2.q"].tobytes()
-    assert merged.params["layers.1.q"].tobytes() == training.base.params["layers.1.q"].tobytes()
-    items = list(training.data.train[:3])
-    found = training.trainer.scores(items)
-    loss = plain_loss("dpo", merged.spec, items, 0.1)(merged.params)
-    ratios = np.float32(found.reshape(-1, 2) - np.stack([item.reference for item in items]))
-    assert float(loss) == pytest.approx(float(dpo(ratios, 0.1, np.ones(3, bool))[0]), rel=1e-4)
-    assert not np.array_equal(found[:2], reference), "the reference stays the base"
-    text = """
-    run = { name = "rl", steps = 1 }
-    model = { name = "./warm/model" }
-    task = { kind = "reasoning_gym", dataset = "chain_sum" }
-    reward = { functions = [{ name = "exact" }] }
-    """
-    config = parse_config(text, overrides=[], folder=tmp_path, where="rl.toml")
+def test_an_adapter_is_merged_and_an_rl_recipe_takes_the_folder(
+    recipe: Make, trainings: dict[str, Training], tmp_path: Path
+) -> None:
+    rows = [row("dpo", n) for n in range(300, 306)]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    run_dir = run_supervised(
+        recipe(
+            "dpo", tmp_path, "--lora={rank = 2, last_layers = 1}", "--dpo.epochs=1", "--optim.lr=0.05",
+            f"--dpo.eval_data={tmp_path / 'eval.jsonl'}",
+        ),
+        console=quiet(),
+    )  # fmt: skip
+    base, merged = trainings["dpo"].base, load_model(run_dir / "model")
+    assert merged.params["layers.2.q"].tobytes() != base.params["layers.2.q"].tobytes()
+    assert merged.params["layers.1.q"].tobytes() == base.params["layers.1.q"].tobytes()
+    text = PromptedText.of(recipe("dpo", "runs"), base.tokenizer)
+    items = [text.ids(r["prompt"], [r["chosen"], r["rejected"]], "row") for r in rows]
+    before, after = (by_twin(m, m.params, items, np.zeros_like)[0].reshape(-1, 2) for m in (base, merged))
+    rewards = 0.1 * (after - before).mean(0)
+    last = read_jsonl(run_dir / "metrics.jsonl").records[-1]
+    assert [last["eval/chosen"], last["eval/rejected"]] == pytest.approx(rewards, rel=1e-3) and last["eval/margin"] > 0
+    config = parse_config(
+        """
+        run = { name = "rl", steps = 1 }
+        model = { name = "./warm/model" }
+        task = { kind = "reasoning_gym", dataset = "chain_sum" }
+        reward = { functions = [{ name = "exact" }] }
+        """,
+        overrides=[], folder=tmp_path, where="rl.toml",
+    )  # fmt: skip
     assert load_model(config.model.name).source == str(run_dir / "model")
 
 
@@ -344,7 +379,7 @@ def test_the_command_recognises_the_recipe(kind: str, folder: Path, tmp_path: Pa
 def test_a_reward_model_is_no_policy_to_start_from(recipe: Make, tmp_path: Path, tiny_folder: Path) -> None:
     shutil.copytree(tiny_folder, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
-    config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     made = recipe("sft", tmp_path, f"--model.name={tmp_path / 'm'}")
     for act in (describe, make_training):
