@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import threading
@@ -255,7 +256,11 @@ def run(
             **counts,
             "reasons": server.service.status().reasons,
             "retired_last_bytes": retired[-1].weight_bytes if retired else 0,
-            "tokens_per_s": {"quiet": quiet, "during": during, "ratio": during / statistics.mean(quiet)},
+            "tokens_per_s": {
+                "quiet": quiet,
+                "during": during,
+                "ratio": during / statistics.mean(quiet) if any(quiet) else math.nan,
+            },
         }
 
 

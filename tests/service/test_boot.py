@@ -117,10 +117,12 @@ def server(tiny_folder: Path) -> Iterator[Server]:
     made.close(0.0)
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_lost_before_the_first_version_is_started_again_and_gets_it(server: Server) -> None:
     until(lambda: {r.active for r in server.service.status().replicas} == {server.policy})
 
 
+@pytest.mark.slow
 def test_closing_ends_a_replica_that_is_being_started(server: Server, hangs, tmp_path: Path) -> None:
     """The last test that uses the server."""
     hangs()
