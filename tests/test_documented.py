@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lockstep.cluster_section
+import lockstep.environment_section
 import lockstep.reward_section
 import lockstep.sections
 import lockstep.value_sections
@@ -105,6 +106,7 @@ DESCRIBING = {
     "algorithm_section.py",
     "cluster_section.py",
     "value_sections.py",
+    "environment_section.py",
     "reward_section.py",
     "schema.py",
     "keydocs.py",
@@ -112,7 +114,13 @@ DESCRIBING = {
     "config.py",
 }  # a check of a key is no use of it
 BY_NAME = {f"cluster.{role}" for role in ROLES}  # `getattr(config.cluster, role)`
-TABLES = [lockstep.sections, lockstep.cluster_section, lockstep.reward_section, lockstep.value_sections]
+TABLES = [
+    lockstep.sections,
+    lockstep.cluster_section,
+    lockstep.environment_section,
+    lockstep.reward_section,
+    lockstep.value_sections,
+]
 CLASSES = {cls.__name__: cls for tables in TABLES for cls in vars(tables).values() if isinstance(cls, type)}
 SECTIONS = {name: kind for name, f in Config.model_fields.items() for kind in sections_in(f.annotation)}
 SECTIONS["settings"] = SECTIONS["algorithm"]  # what an algorithm calls its own

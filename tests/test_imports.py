@@ -27,6 +27,7 @@ LAYERS = [
         "sections",
         "cluster_section",
         "rollout_section",
+        "environment_section",
         "algorithm_section",
         "loading",
         "value_sections",

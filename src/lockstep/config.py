@@ -19,6 +19,7 @@ from pydantic import model_validator
 
 from lockstep.algorithm_section import AlgorithmConfig
 from lockstep.cluster_section import ROLES, ClusterConfig, MeshConfig, Role
+from lockstep.environment_section import EnvironmentConfig
 from lockstep.errors import ConfigError
 from lockstep.overrides import apply_overrides, make_paths_absolute
 from lockstep.reward_section import RewardConfig, RewardFunction, RewardJudge
@@ -42,6 +43,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "CriticConfig",
+    "EnvironmentConfig",
     "LoraConfig",
     "MeshConfig",
     "ModelConfig",
@@ -69,7 +71,11 @@ class Config(Section):
     lora: LoraConfig | None = key(None, "Train low-rank adapters only. Without the table every weight is trained.")
     cluster: ClusterConfig = key(ClusterConfig(), "The dial: which role runs on which mesh of devices.")
     task: TaskConfig = key(REQUIRED, "The prompts.")
-    reward: RewardConfig = key(REQUIRED, "What makes a completion good.")
+    environment: EnvironmentConfig | None = key(
+        None,
+        "What answers the policy between its turns. Without the table a completion is one turn (docs/multi-turn.md).",
+    )
+    reward: RewardConfig = key(REQUIRED, "What makes a completion good; may be left out where an environment says it.")
     rollout: RolloutConfig = key(RolloutConfig(), "How completions are generated.")
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), "How rewards become a loss.")
     optim: OptimConfig = key(OptimConfig(), "How gradients become weights.")
@@ -90,12 +96,30 @@ class Config(Section):
             cluster[role] = "actor" if cluster.get(role) is None else cluster[role]
         return {**data, "cluster": cluster} if cluster else data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_reward(cls, data: Any) -> Any:
+        """`[reward]` is for what comes on top of what an environment gives."""
+        if isinstance(data, dict) and data.get("environment") and "reward" not in data:
+            return {**data, "reward": {}}
+        return data
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
         problems = list(_misfits(self))
         if problems:
             raise Problems(problems)
         return self
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Tokens of a completion at most: of its one turn, or of all turns and what is said between them."""
+        return self.rollout.max_new_tokens if self.environment is None else self.environment.max_total_tokens
+
+    @property
+    def completion_key(self) -> str:
+        """The key that says so."""
+        return "rollout.max_new_tokens" if self.environment is None else "environment.max_total_tokens"
 
     def to_toml(self) -> str:
         """The resolved recipe: every key that has an effect, with its value. Read again, it is equal to this config."""
@@ -111,10 +135,10 @@ def _misfits(config: Config) -> Iterator[str]:
     """What is wrong between sections (each within itself is right by now): what, why, what instead."""
     rollout, numerics, train = config.rollout, config.numerics, config.train
     rollouts = rollout.prompts * rollout.samples
-    length = config.task.max_prompt_tokens + rollout.max_new_tokens
+    length = config.task.max_prompt_tokens + config.max_completion_tokens
     length_of = (
-        f"task.max_prompt_tokens + rollout.max_new_tokens = {config.task.max_prompt_tokens} + {rollout.max_new_tokens} "
-        f"= {length}"
+        f"task.max_prompt_tokens + {config.completion_key} = {config.task.max_prompt_tokens} + "
+        f"{config.max_completion_tokens} = {length}"
     )
     tile = numerics.tile_rows
     if numerics.mode == "exact" and rollout.slots % tile:
@@ -166,10 +190,33 @@ def _misfits(config: Config) -> Iterator[str]:
             f"`optim.warmup_steps` = {config.optim.warmup_steps} is more than `run.steps` = {config.run.steps}: the "
             "learning rate would never reach `optim.lr`; use fewer"
         )
+    yield from _environment_misfits(config)
     yield from _storage_misfits(config)
     yield from _overlap_misfits(config)
     yield from _folder_misfits(config)
     yield from _algorithm_misfits(config)
+
+
+def _environment_misfits(config: Config) -> Iterator[str]:
+    environment, reward = config.environment, config.reward
+    parts = [f.name for f in reward.functions] + [j.name for j in reward.judges] + [m.name for m in reward.models]
+    if environment is None:
+        if not parts:
+            yield (
+                "`reward.functions`, `reward.judges` and `reward.models` are all empty, so no completion is better "
+                "than another; list a function, a judge or a model"
+            )
+        return
+    if environment.max_total_tokens < config.rollout.max_new_tokens:
+        yield (
+            f"`environment.max_total_tokens` = {environment.max_total_tokens} is less than `rollout.max_new_tokens` = "
+            f"{config.rollout.max_new_tokens}, what one turn may take; use at least as many"
+        )
+    if "environment" in parts:
+        yield (
+            'a part of `reward` is called "environment", which is the name that what `[environment]` gives is reported '
+            "by; give it another one"
+        )
 
 
 def _storage_misfits(config: Config) -> Iterator[str]:
@@ -249,10 +296,10 @@ def _algorithm_misfits(config: Config) -> Iterator[str]:
             f"`algorithm.correction` = {literal(algorithm.correction)} has no effect in exact mode without staleness: "
             "the record is the trainer's, bit for bit, and every weight is 1; leave it out"
         )
-    if algorithm.overlong_tokens > rollout.max_new_tokens:
+    if algorithm.overlong_tokens > config.max_completion_tokens:
         yield (
-            f"`algorithm.overlong_tokens` = {algorithm.overlong_tokens} is more than `rollout.max_new_tokens` = "
-            f"{rollout.max_new_tokens}: the penalty would begin before the first token; use fewer"
+            f"`algorithm.overlong_tokens` = {algorithm.overlong_tokens} is more than `{config.completion_key}` = "
+            f"{config.max_completion_tokens}: the penalty would begin before the first token; use fewer"
         )
     if algorithm.dynamic_rounds and rollout.staleness:
         yield (
@@ -276,6 +323,9 @@ def _algorithm_misfits(config: Config) -> Iterator[str]:
 def _set_folders(data: dict[str, Any], folder: Path) -> None:
     """Write the recipe's folder into the sections that name a `module:function` and no folder of their own."""
     task, reward, algorithm = data.get("task"), data.get("reward"), data.get("algorithm")
+    environment = data.get("environment")
+    if isinstance(environment, dict):
+        environment.setdefault("folder", str(folder))
     if isinstance(task, dict) and "function" in task:
         task.setdefault("folder", str(folder))
     if isinstance(algorithm, dict) and ":" in str(algorithm.get("name")):

@@ -195,11 +195,6 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _names_and_weights(self) -> RewardConfig:
         parts: list[RewardFunction | RewardJudge | RewardModelConfig] = [*self.functions, *self.judges, *self.models]
-        if not parts:
-            raise ValueError(
-                "`reward.functions`, `reward.judges` and `reward.models` are all empty, so no completion is better "
-                "than another; list a function, a judge or a model"
-            )
         names = [part.name for part in parts]
         for name in names:
             if names.count(name) > 1:
@@ -207,7 +202,7 @@ class RewardConfig(Section):
                     f"`reward.functions`, `reward.judges` and `reward.models` list {literal(name)} twice; give it "
                     "once, with the summed weight (a second judge or model needs a name of its own)"
                 )
-        if all(part.weight == 0 for part in parts):
+        if parts and all(part.weight == 0 for part in parts):
             raise ValueError("all weights of `reward` are zero: every reward is 0, nothing can be learnt")
         return self
 

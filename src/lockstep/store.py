@@ -28,6 +28,8 @@ FORMAT = 1
 REWARD_PREFIX = "reward/"
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _INT32S = pa.list_(pa.field("element", pa.int32(), nullable=False))
+_BOOLS = pa.list_(pa.field("element", pa.bool_(), nullable=False))
+_FLOAT64S = pa.list_(pa.field("element", pa.float64(), nullable=False))
 _FLOAT32S = pa.list_(pa.field("element", pa.float32(), nullable=False))
 
 
@@ -46,7 +48,28 @@ COLUMNS: tuple[Column, ...] = (
     Column("group_id", pa.string(), False, "id of the prompt; the group's id", lambda t: t.group_id),
     Column("index", pa.int32(), False, "number of the sample within its group, from 0", lambda t: t.index),
     Column("prompt_ids", _INT32S, False, "token ids the policy was given", lambda t: t.prompt_ids),
-    Column("completion_ids", _INT32S, False, "token ids sampled, a final stop id included", lambda t: t.completion_ids),
+    Column(
+        "completion_ids",
+        _INT32S,
+        False,
+        "token ids after the prompt, a final stop id included; sampled, where `sampled` is null",
+        lambda t: t.completion_ids,
+    ),
+    Column(
+        "sampled",
+        _BOOLS,
+        True,
+        "which of completion_ids the policy drew, the others being an environment's; null = all. Columns of one value "
+        "per token (logprobs, versions, ...) have one per token drawn",
+        lambda t: t.sampled,
+    ),
+    Column(
+        "turn_rewards",
+        _FLOAT64S,
+        True,
+        "what the environment gave for each run of sampled ids, parts of `reward`; null = there is no environment",
+        lambda t: t.turn_rewards,
+    ),
     Column(
         "logprobs",
         _FLOAT32S,
@@ -228,6 +251,8 @@ def _trajectory(columns: Mapping[str, list[Any]], reward_names: list[str], row: 
         reference_logprobs=get["reference_logprobs"],
         kept_logmass=get.get("kept_logmass"),  # files of earlier versions have none, and no values
         values=get.get("values"),
+        sampled=get.get("sampled"),
+        turn_rewards=get.get("turn_rewards"),
     )
 
 
@@ -280,4 +305,8 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     """A column as Python values; lists as numpy arrays of their own dtype, copied by buffer so that bits survive."""
     if not pa.types.is_list(column.type):
         return column.to_pylist()
-    return [cell.values.to_numpy().copy() if cell.is_valid else None for chunk in column.chunks for cell in chunk]
+    return [
+        cell.values.to_numpy(zero_copy_only=False).copy() if cell.is_valid else None
+        for chunk in column.chunks
+        for cell in chunk
+    ]

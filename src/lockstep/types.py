@@ -29,12 +29,14 @@ class Prompt:
     id: unique within the run and stable across resumes (`task/epoch/index`); also the group's id.
     text: the prompt as text, for people and for rewards. ids: what the policy really sees.
     row: everything else the data row holds (gold answer, metadata); handed to the reward function unchanged.
+    messages: the turns that a chat template made `text` from, for what comes after it; stays in this process.
     """
 
     id: str
     text: str
     ids: tuple[int, ...]
     row: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 def temperature_problems(temperature: float) -> list[str]:
@@ -177,10 +179,14 @@ class Details:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One prompt, one completion, one identity. T = number of completion tokens (>= 1 unless aborted).
+    """One prompt, one completion, one identity. T = number of sampled tokens (>= 1 unless aborted).
+
+    A completion of several turns is one sequence, [C] tokens, of which `sampled` [C] bool says which T the policy drew;
+    the others are what its environment said. None: all of it was sampled, C = T. What the others are has no place in
+    any array of tokens' numbers: only sampled tokens have a log-probability, a version, a value, an advantage.
 
     Filled by the engine:
-      prompt_ids [P] int32, completion_ids [T] int32 (a final stop token included), logprobs [T] float32 (nats, under
+      prompt_ids [P] int32, completion_ids [C] int32 (a final stop token included), logprobs [T] float32 (nats, under
       the whole softmax at the temperature: what a trainer computes), kept_logmass [T] float32, or None where the whole
       softmax was sampled from: logprobs less the log-probability under the distribution that was; where ids were only
       cut off (top-k, top-p, min-p, ids ruled out) the log of the mass that was kept, versions [T] int32 (policy number
@@ -188,7 +194,8 @@ class Trajectory:
       (0..samples-1 within the group), fingerprint, generate_s (seconds from submission to finish). details: what else
       was asked for.
     Filled by the environment: text (completion decoded, special tokens skipped), rewards (by reward name) and
-      reward (their weighted sum); `failed` says why there is no reward, then reward is NaN.
+      reward (their weighted sum); `failed` says why there is no reward, then reward is NaN. sampled; turn_rewards [K]
+      float64, where there are turns: what each earned, K runs of sampled tokens, parts of `reward`.
     Filled by scoring: reference_logprobs [T] float32 or None; values [T] float32, the critic's of the state before each
       token is drawn (the value that predicts token t has seen the prompt and tokens 0..t-1), or None.
     """
@@ -211,6 +218,35 @@ class Trajectory:
     kept_logmass: np.ndarray | None = None
     details: Details | None = None
     values: np.ndarray | None = None
+    sampled: np.ndarray | None = None
+    turn_rewards: np.ndarray | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """T: tokens that the policy drew."""
+        return len(self.logprobs)
+
+    @property
+    def sampled_ids(self) -> np.ndarray:
+        """[T] int32, the ids that the policy drew."""
+        return self.completion_ids if self.sampled is None else self.completion_ids[self.sampled]
+
+    @property
+    def turn_ends(self) -> np.ndarray:
+        """[K] of each turn's last token, its number among the sampled ones. A turn is a run of them."""
+        n = self.num_sampled
+        if self.sampled is None:
+            return np.array([n - 1] if n else [], np.int64)
+        last = self.sampled & ~np.append(self.sampled[1:], False)
+        return np.flatnonzero(last[self.sampled])
+
+    @property
+    def earned(self) -> np.ndarray:
+        """[T] float64 of `reward`, what the environment gave for each token: a turn's reward, for its last one."""
+        found = np.zeros(self.num_sampled)
+        if self.turn_rewards is not None:
+            found[self.turn_ends] = self.turn_rewards
+        return found
 
     @property
     def sampled_logprobs(self) -> np.ndarray:
@@ -219,7 +255,12 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         n = len(self.completion_ids)
+        if self.sampled is not None:
+            assert self.sampled.dtype == np.bool_ and self.sampled.shape == (n,), (self.sampled.shape, n)
+            assert not n or self.sampled[-1], "nothing is drawn after the last observation, which so has no place"
+            n = int(self.sampled.sum())
         assert len(self.logprobs) == n == len(self.versions), (n, len(self.logprobs), len(self.versions))
+        assert self.turn_rewards is None or len(self.turn_rewards) == len(self.turn_ends)
         assert self.kept_logmass is None or len(self.kept_logmass) == n
         assert self.values is None or (len(self.values) == n and self.values.dtype == np.float32)
         assert self.logprobs.dtype == np.float32 and self.completion_ids.dtype == np.int32

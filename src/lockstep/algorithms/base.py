@@ -37,7 +37,8 @@ class Samples:
     """A step's samples, as advantages are made from them; B of them.
 
     rewards [B] float64, finite (the overlong penalty taken off). group_ids [B]. lengths [B]: tokens of each, T.
-    penalties: of each, [T] float64 to be taken off the reward of each token (KL in the reward), or None. values: of
+    earned: of each, [T] float64, the parts of its reward that single tokens earned (turns'); None: none did. penalties:
+    of each, [T] float64 to be taken off the reward of each token (KL in the reward), or None. values: of
     each, [T] float64: the critic's estimate of the reward to come, before each token; None where there is no critic.
     """
 
@@ -46,6 +47,7 @@ class Samples:
     lengths: np.ndarray
     penalties: Sequence[np.ndarray] | None = None
     values: Sequence[np.ndarray] | None = None
+    earned: Sequence[np.ndarray] | None = None
 
     @staticmethod
     def of(rewards: Sequence[float] | np.ndarray, group_ids: Sequence[str], **more: Any) -> Samples:
@@ -70,13 +72,19 @@ class Samples:
         return self.rewards - np.array([p.sum() for p in self.penalties])
 
     def token_rewards(self) -> list[np.ndarray]:
-        """Of each sample [T]: the penalties, negative, and at the last token the reward."""
+        """Of each sample [T]: the penalties, negative; what each token earned, and at the last the rest of the
+        reward."""
         found = [np.zeros(n) for n in self.lengths]
         for i, r in enumerate(found):
             if self.penalties is not None:
                 r -= self.penalties[i]
-            if len(r):
+            if not len(r):
+                continue
+            if self.earned is None:
                 r[-1] += self.rewards[i]
+            else:
+                r += self.earned[i]
+                r[-1] += self.rewards[i] - self.earned[i].sum()
         return found
 
     @property

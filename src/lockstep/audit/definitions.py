@@ -62,8 +62,10 @@ def by_token(
     groups: Sequence[str],
     penalties: Sequence[np.ndarray],
     values: Sequence[np.ndarray] | None,
+    earned: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """Advantages [T] of every sample, of the algorithms that tell tokens apart: REINFORCE++ and PPO."""
+    """Advantages [T] of every sample, of the algorithms that tell tokens apart: REINFORCE++ and PPO. earned: of each,
+    [T], the parts of its reward that are not the last token's."""
     last = list(rewards)
     if settings.name == "reinforce_pp" and settings.group_baseline:
         for group in dict.fromkeys(groups):
@@ -74,13 +76,15 @@ def by_token(
     found = []
     for i, penalty in enumerate(penalties):
         n = len(penalty)
-        earned = [-float(p) + (last[i] if t == n - 1 else 0.0) for t, p in enumerate(penalty)]
+        own = [0.0] * n if earned is None else [float(e) for e in earned[i]]
+        rest = last[i] - math.fsum(own)
+        got = [-float(p) + own[t] + (rest if t == n - 1 else 0.0) for t, p in enumerate(penalty)]
         if values is None:
-            discount, deltas = settings.gamma, earned
+            discount, deltas = settings.gamma, got
         else:
             v = [*map(float, values[i]), 0.0]
             discount = settings.gamma * settings.lam
-            deltas = [earned[t] + settings.gamma * v[t + 1] - v[t] for t in range(n)]
+            deltas = [got[t] + settings.gamma * v[t + 1] - v[t] for t in range(n)]
         found.append(np.array([math.fsum(discount ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]))
     if settings.name == "ppo" and not settings.whiten:
         return found

@@ -36,7 +36,7 @@ def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) ->
     expect(EXACT, reward=float(rewards.mean()), reward_std=float(rewards.std()))
     for name in kept[0].rewards:
         expect(EXACT, **{f"reward/{name}": float(np.mean([t.rewards[name] for t in kept]))})
-    tokens = sum(len(t.completion_ids) for t in everything)
+    tokens = sum(t.num_sampled for t in everything)
     reasons = [t.finish_reason for t in everything]
     expect(
         EXACT,
@@ -83,8 +83,8 @@ def _trained(step: StepRecord) -> Trained:
 
 def _shaped(config: Config, t: Trajectory) -> float:
     """The reward less what the completion's length costs (DAPO, arXiv:2503.14476, equation 13)."""
-    s, most = config.algorithm, config.rollout.max_new_tokens
-    over = len(t.completion_ids) - (most - s.overlong_tokens)
+    s, most = config.algorithm, config.max_completion_tokens
+    over = t.num_sampled - (most - s.overlong_tokens)
     return t.reward - (s.overlong_penalty * min(over / s.overlong_tokens, 1.0) if s.overlong_tokens and over > 0 else 0)
 
 
@@ -110,11 +110,25 @@ def _none_left(config: Config, judged: list[Trajectory], advantages: Wanted) -> 
     )
 
 
+def _earned(t: Trajectory) -> np.ndarray:
+    """[T] a turn's reward at the last token before what the environment said, or before the end."""
+    found = np.zeros(t.num_sampled)
+    if t.turn_rewards is None:
+        return found
+    drawn = np.ones(len(t.completion_ids), bool) if t.sampled is None else t.sampled
+    place, turn = -1, 0
+    for i, own in enumerate(drawn):
+        place += bool(own)
+        if own and (i + 1 == len(drawn) or not drawn[i + 1]):
+            found[place], turn = t.turn_rewards[turn], turn + 1
+    return found
+
+
 def _penalty(config: Config, t: Trajectory) -> np.ndarray:
     """[T] what the KL in the reward takes off each token's."""
     s = config.algorithm
     if not s.kl_coef or s.kl_in != "reward" or t.reference_logprobs is None:
-        return np.zeros(len(t.completion_ids))
+        return np.zeros(t.num_sampled)
     kl = k_estimate(s.kl_estimator, t.logprobs.astype(np.float64), t.reference_logprobs.astype(np.float64))
     return s.kl_coef * kl * (1.0 if t.kept_logmass is None else np.exp(t.kept_logmass.astype(np.float64)))
 
@@ -134,7 +148,8 @@ def _advantages(config: Config, judged: list[Trajectory]) -> tuple[Wanted, int]:
         values = [t.values for t in judged if t.values is not None]
         if len(values) < len(judged):
             return {}, flat
-    return dict(zip(keys, by_token(s, rewards, groups, penalties, values), strict=True)), flat
+    earned = [_earned(t) for t in judged]
+    return dict(zip(keys, by_token(s, rewards, groups, penalties, values, earned), strict=True)), flat
 
 
 def _wrong_advantages(wanted: Wanted, trained: Trained) -> list[str]:
@@ -188,7 +203,7 @@ def _expect_training(config: Config, trained: Trained, metrics: Mapping[str, Any
         "logp": new, "old": old, "ref": ref, "advantage": advantage, "weight": mass,
         "sequence": np.repeat(np.arange(len(lengths)), lengths),
     }  # fmt: skip
-    length = algorithm.aggregate_length or config.rollout.max_new_tokens
+    length = algorithm.aggregate_length or config.max_completion_tokens
     value, ratio, clipped = loss(algorithm, length, fields, (len(new), len(lengths)))
     expect(DEVICE, loss=value, ratio=ratio, clip_fraction=clipped)
 

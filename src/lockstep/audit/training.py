@@ -155,9 +155,7 @@ def ragged_groups(subject: Subject) -> Finding:
             "the layout takes groups to be of one size",
             "lay every sample out by its own length",
         )
-    return passed(
-        f"groups of 4, 3, 4: each as if alone; {sum(len(t.completion_ids) for t in kept)} tokens laid out once"
-    )
+    return passed(f"groups of 4, 3, 4: each as if alone; {sum(t.num_sampled for t in kept)} tokens laid out once")
 
 
 def _ragged(batch: Sequence[Trajectory]) -> list[Trajectory]:
@@ -174,13 +172,13 @@ def uncovered(batches: Sequence[MicroBatch], trajectories: Sequence[Trajectory])
         mask = np.asarray(batch.tokens.mask)
         for sample, start, stop in batch.spans:
             seen[sample] = seen.get(sample, 0) + 1
-            if not np.array_equal(batch.target[start:stop], trajectories[sample].completion_ids):
+            if not np.array_equal(batch.target[start:stop], trajectories[sample].sampled_ids):
                 return f"sample {sample} is laid out with other tokens than its own"
             if not mask[start:stop].all():
                 return f"{int((~mask[start:stop]).sum())} tokens of sample {sample} are masked"
         if mask.sum() != sum(stop - start for _, start, stop in batch.spans):
             return "slots without a token are trained on"
-    wrong = [i for i, t in enumerate(trajectories) if len(t.completion_ids) and seen.get(i) != 1]
+    wrong = [i for i, t in enumerate(trajectories) if t.num_sampled and seen.get(i) != 1]
     return f"sample {wrong[0]} is laid out {seen.get(wrong[0], 0)} times" if wrong else ""
 
 

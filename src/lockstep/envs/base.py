@@ -9,7 +9,7 @@ Imports no jax.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +68,6 @@ class PromptTokenizer(Protocol):
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
 
-    def render(self, messages: list[dict[str, Any]]) -> str: ...
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
 
-    def apply_template(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def apply_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...

@@ -18,6 +18,7 @@ import random
 import re
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from string import Formatter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,21 +35,25 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0  # between tries; doubled each time
 
 
 class Background:
-    """An event loop in a thread of its own, where judges ask: a caller may have a loop already (a notebook has)."""
+    """An event loop in a thread of its own: a caller may have a loop already (a notebook has)."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "judges") -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`; where the caller is interrupted, it is cancelled."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.begin(work)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """`work`, under way."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """A second call does nothing."""

@@ -113,7 +113,7 @@ class _Epochs(Task):
         made = self._rows(index)
         assert made is not None, "the row fitted when the file was read"
         row, rendered = made
-        return Prompt(f"{self._source.name}/{epoch}/{index}", rendered.text, rendered.ids, row)
+        return Prompt(f"{self._source.name}/{epoch}/{index}", rendered.text, rendered.ids, row, rendered.messages)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Positions into the usable rows, [N]; the latest epoch's is kept."""
@@ -175,7 +175,7 @@ class _Stream(Task):
         if made is None:
             return None
         row, rendered = made
-        return Prompt(f"{self._source.name}/0/{index}", rendered.text, rendered.ids, row)
+        return Prompt(f"{self._source.name}/0/{index}", rendered.text, rendered.ids, row, rendered.messages)
 
     def _refuse_endless_skips(self) -> None:
         recent = self._left_out[-MAX_CONSECUTIVE_SKIPS:]

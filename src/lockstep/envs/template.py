@@ -30,10 +30,11 @@ PASS_THROUGH = "{question}"
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt as text and as token ids (at least one)."""
+    """A prompt as text and as token ids (at least one). messages: what a chat template made it from."""
 
     text: str
     ids: tuple[int, ...]
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 class Piece(NamedTuple):
@@ -81,20 +82,24 @@ class Template:
             )
         try:
             if isinstance(question, str) and not self._chat:
+                messages: tuple[Mapping[str, Any], ...] = ()
                 text, ids = self._plain(question, fields, where)
             else:
-                text, ids = self._chat_prompt(question, fields, where)
+                messages = self._messages(question, fields, where)
+                text, ids = self._tokenizer.render([*messages]), self._tokenizer.apply_template([*messages])
         except TokenizerError as exc:
             raise DataError(f"{where}: {exc}") from exc
         if not ids:
             raise DataError(f"{where}: the prompt is empty (no token); the policy needs at least one token to continue")
-        return Rendered(text, tuple(ids))
+        return Rendered(text, tuple(ids), messages)
 
     def _plain(self, question: str, fields: Mapping[str, Any], where: str) -> tuple[str, list[int]]:
         values = self._values({**fields, "question": question}, where)
         return self._numbered.format(**values), self._tokenizer.encode_filled(self._numbered, values)
 
-    def _chat_prompt(self, question: str | list[Any], fields: Mapping[str, Any], where: str) -> tuple[str, list[int]]:
+    def _messages(
+        self, question: str | list[Any], fields: Mapping[str, Any], where: str
+    ) -> tuple[Mapping[str, Any], ...]:
         if isinstance(question, list):
             messages = self._own_messages(question, where)
         else:
@@ -102,7 +107,7 @@ class Template:
             messages = [{"role": "user", "content": self._numbered.format(**values)}]
         if self._system is not None:
             messages = [{"role": "system", "content": self._system}, *messages]
-        return self._tokenizer.render(messages), self._tokenizer.apply_template(messages)
+        return tuple(messages)
 
     def _values(self, fields: Mapping[str, Any], where: str) -> dict[str, str]:
         """The row's part of the prompt: field "i" is what piece i puts after its literal text."""

@@ -219,6 +219,40 @@ class Tokenizer:
             return self._ids(self._backend, plain)
         return self._encode_marked(self.render(marked_messages, add_generation_prompt, marked_tools), plain)
 
+    def continuation(
+        self, history: Sequence[Message], reply: str, after: Sequence[Message], ended: str = ""
+    ) -> tuple[list[int], str]:
+        """(ids, text) of what the template puts behind a reply: its end, the messages `after` it, and the header of the
+        assistant's next turn. The reply itself keeps the ids that it was sampled as.
+
+        history: the messages before the reply. ended: text of the stop token that the reply was sampled with, which is
+        not written twice. Raises TokenizerError where the template does not extend what was there: it rewrites an
+        earlier turn (strips its thinking, say), so that no continuation of the sampled ids is the conversation. White
+        space at either end of the reply may be trimmed.
+        """
+        turns = [*history, {"role": "assistant", "content": reply}, *after]
+        text = self._behind(self.render(history), self.render(turns), reply).removeprefix(ended)
+        marked_turns: list[Message] = self._mark(turns)
+        if marked_turns == turns:
+            return self._ids(self._backend, text), text
+        before, marked_reply = self.render(self._mark(history)), self._mark(reply)
+        marked = self._behind(before, self.render(marked_turns), marked_reply).removeprefix(ended)
+        return self._encode_marked(marked, text), text
+
+    def _behind(self, before: str, whole: str, reply: str) -> str:
+        """What comes after `before` and the reply in `whole`."""
+        for written in (reply, reply.strip()):
+            if whole.startswith(before + written):
+                return whole[len(before) + len(written) :]
+        wanted = before + reply
+        at = next((i for i, (a, b) in enumerate(zip(wanted, whole, strict=False)) if a != b), len(whole))
+        raise TokenizerError(
+            f"the chat template of {self.source} rewrites the conversation when a turn is added: where the policy read "
+            f"and wrote {wanted[max(0, at - 40) : at + 40]!r}, it has {whole[max(0, at - 40) : at + 40]!r}. So the "
+            "sampled tokens would not be what the next turn reads. Use a template that keeps every turn as it was, or "
+            'task.template = "plain"'
+        )
+
     def with_date(self, date: datetime.date | None) -> Tokenizer:
         """The same tokenizer with its template's date set (see `ChatTemplate`)."""
         template = self.template and ChatTemplate(self.template.source, self.template.variables, date)

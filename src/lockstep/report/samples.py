@@ -59,7 +59,7 @@ def _sample(record: StepRecord, row: int, kind: str) -> Sample:
         facts.append(("advantage", f"{advantage[row]:+.3g}"))
     facts += [
         ("ends by", t.finish_reason),
-        ("tokens", str(len(t.completion_ids))),
+        ("tokens", str(t.num_sampled)),
         ("policy", ", ".join(f"v{v}" for v in versions) or "-"),
         ("group", f"{t.group_id} #{t.index}"),
     ]

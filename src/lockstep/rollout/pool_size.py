@@ -82,7 +82,8 @@ def longest_sequence(config: Config, spec: ModelSpec) -> int:
     Raises ConfigError if the model has fewer.
     """
     lengths = {
-        "task.max_prompt_tokens + rollout.max_new_tokens": config.task.max_prompt_tokens + config.rollout.max_new_tokens
+        f"task.max_prompt_tokens + {config.completion_key}": config.task.max_prompt_tokens
+        + config.max_completion_tokens
     }
     for judge in config.reward.judges:
         if judge.engine == "rollout":

@@ -29,8 +29,8 @@ _DONE = {kind.__name__: kind for kind in (Finished, Cancelled)}
 
 
 def request_to_json(request: RolloutRequest) -> dict[str, Any]:
-    """Without the data row of its prompt, which only rewards need; an endless wait is null."""
-    made = _REQUEST.dump_python(request, mode="json", exclude={"prompt": {"row"}})
+    """Without the data row and the messages of its prompt, which only the loop needs; an endless wait is null."""
+    made = _REQUEST.dump_python(request, mode="json", exclude={"prompt": {"row", "messages"}})
     return {**made, "queue_s": None if request.queue_s == float("inf") else request.queue_s}
 
 

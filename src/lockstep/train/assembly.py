@@ -40,6 +40,7 @@ from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
 from lockstep.train.critic import Critic, make_critic
+from lockstep.train.episodes import Episodes, load_environment
 from lockstep.train.judging import RolloutAskers
 from lockstep.train.optimizer import make_optimizer, make_schedule
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
@@ -64,9 +65,10 @@ class Reference:
 
 @dataclass
 class Cluster:
-    """Everything a step needs. rollouts: the rollout role. local: it too, where it is in this process; then own_replica
-    holds its trainable leaves, as last published, and rollout_frozen its other leaves. remote: it too, where it is
-    behind `rollout.url`. model_digest: of the weights that the run started from, an adapter not included."""
+    """Everything a step needs. rollouts: the rollout role; episodes: what plays on it where there is an environment.
+    local: the role too, where it is in this process; then own_replica holds its trainable leaves, as last published,
+    and rollout_frozen its other leaves. remote: it too, where it is behind `rollout.url`. model_digest: of the weights
+    that the run started from, an adapter not included."""
 
     config: Config
     task: Task
@@ -77,6 +79,7 @@ class Cluster:
     trainer: Trainer
     geometry: Geometry
     rollouts: Rollouts
+    episodes: Episodes | None
     local: Local | None
     remote: Remote | None
     sampling: SamplingParams
@@ -105,6 +108,8 @@ class Cluster:
     def close(self) -> None:
         """End what runs beside the caller's thread; a second call does nothing."""
         self.reward.close()
+        if self.episodes is not None:
+            self.episodes.close()
         for role in (self.local, self.remote):
             if role is not None:
                 role.close()
@@ -162,6 +167,8 @@ def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
 
 def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[[str], None] | None) -> Cluster:
     """`build`, with the reward made."""
+    environment = config.environment
+    make_environment = None if environment is None else load_environment(environment)
     dial = Dial.from_config(config.cluster)
     model = load_model(config.model.name, config.model.dtype, say=say)
     if say is not None:
@@ -191,6 +198,9 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
         trainer=trainer,
         geometry=_geometry(config, trainer.programs),
         rollouts=role.rollouts,
+        episodes=None
+        if environment is None or make_environment is None
+        else Episodes(role.rollouts, model.tokenizer, make_environment, environment, role.fingerprint),
         local=role.local,
         remote=role.remote,
         sampling=sampling,
@@ -315,7 +325,7 @@ def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit) 
             f"{model.source}: {len(broken)} leaves hold NaN or infinity: {listed(broken)}; the weights are damaged, "
             "get them anew"
         )
-    algorithm = make_algorithm(config.algorithm, config.rollout.max_new_tokens)
+    algorithm = make_algorithm(config.algorithm, config.max_completion_tokens)
     schedule = make_schedule(config.optim, config.run.steps, config.train.updates_per_step)
     optimizer = make_optimizer(config.optim, schedule)
     exact = config.numerics.mode == "exact"

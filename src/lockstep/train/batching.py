@@ -3,6 +3,8 @@
 A group's prompt is laid out once and all its samples read it: P + sum(T_i - 1) rows where padding each sample by itself
 would take sum(P + T_i - 1). (A completion's last token is only predicted, never read, so it has no row.) Groups are cut
 between samples when they exceed a micro-batch, the prompt then being repeated.
+
+What an environment said between two turns has rows, which later ones read; nothing predicts it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class Geometry:
 @dataclass(frozen=True)
 class MicroBatch:
     """One forward pass. rows: [row shards * N] work; at, target, temperature [row shards * M]: the row that predicts
-    each completion token (within its shard), the token (-1: padding), its temperature. tokens: the loss's fields.
-    spans: (sample, start, stop): where sample's tokens lie on the flat M axis. num_rows: real rows."""
+    each sampled token (within its shard), the token (-1: padding), its temperature. tokens: the loss's fields.
+    spans: (sample, start, stop): where sample's sampled tokens lie on the flat M axis. num_rows: real rows."""
 
     rows: Rows
     at: np.ndarray
@@ -53,15 +55,16 @@ class MicroBatch:
 
 @dataclass
 class _Piece:
-    """Samples of one group that are laid out together. tokens: of their completions."""
+    """Samples of one group that are laid out together. length: tokens of their completions; tokens: those sampled."""
 
     prompt: np.ndarray
     samples: list[int]
+    length: int = 0
     tokens: int = 0
 
     @property
     def rows(self) -> int:
-        return len(self.prompt) + self.tokens - len(self.samples)
+        return len(self.prompt) + self.length - len(self.samples)
 
     @property
     def size(self) -> int:
@@ -72,7 +75,7 @@ class _Piece:
 def _pieces(trajectories: Sequence[Trajectory], max_rows: int) -> list[_Piece]:
     groups: dict[str, list[int]] = {}
     for i, t in enumerate(trajectories):
-        if len(t.completion_ids):
+        if t.num_sampled:
             groups.setdefault(t.group_id, []).append(i)
     pieces = []
     for group, members in groups.items():
@@ -87,11 +90,13 @@ def _pieces(trajectories: Sequence[Trajectory], max_rows: int) -> list[_Piece]:
                     f"prompt {group!r}: a sequence of {len(prompt) + count - 1} rows does not fit in "
                     f"train.micro_batch_rows = {max_rows}; raise it to at least the longest prompt plus completion"
                 )
-            if piece is None or max(piece.rows + count - 1, piece.tokens + count) > max_rows:
+            drawn = trajectories[i].num_sampled
+            if piece is None or max(piece.rows + count - 1, piece.tokens + drawn) > max_rows:
                 piece = _Piece(prompt, [])
                 pieces.append(piece)
             piece.samples.append(i)
-            piece.tokens += count
+            piece.length += count
+            piece.tokens += drawn
     return pieces
 
 
@@ -149,7 +154,7 @@ def make_micro_batches(
     temperature: float,
     geometry: Geometry,
 ) -> list[MicroBatch]:
-    """All completion tokens of `trajectories`, each exactly once. advantages [B], one per trajectory.
+    """All sampled tokens of `trajectories`, each exactly once. advantages [B], one per trajectory.
 
     Where ids were cut off when sampling (`kept_logmass`), each token's advantage is weighted with the mass that was
     kept, which is `Tokens.weight`. Reference log-probabilities are taken from the trajectories (zeros where they have
@@ -174,7 +179,7 @@ def _lay_out(
 ) -> MicroBatch:
     chosen = [[trajectories[i] for piece in b for i in piece.samples] for b in bins]
     n = padded_rows(max(sum(p.rows for p in b) for b in bins), geometry.tile_rows)
-    m = padded_rows(max(sum(len(t.completion_ids) for t in ts) for ts in chosen), geometry.tile_rows)
+    m = padded_rows(max(sum(t.num_sampled for t in ts) for ts in chosen), geometry.tile_rows)
     longest = max(len(t.prompt_ids) + len(t.completion_ids) - 1 for ts in chosen for t in ts)
     rows = numpy_rows(len(bins), n, padded_pages(longest, geometry.page_size), n)
     size = len(bins) * m
@@ -192,11 +197,12 @@ def _lay_out(
             for i in piece.samples:
                 t, start = trajectories[i], row
                 row = _fill(rows, d * n, row, t.completion_ids[:-1], len(piece.prompt), prompt_rows)
-                span = slice(out, out + len(t.completion_ids))
-                at[span] = np.concatenate([prompt_rows[-1:], np.arange(start, row, dtype=np.int32)])
+                span = slice(out, out + t.num_sampled)
+                before = np.concatenate([prompt_rows[-1:], np.arange(start, row, dtype=np.int32)])
+                at[span] = before if t.sampled is None else before[t.sampled]
                 w = weighed[i]
                 each = kept_mass(t) if w.correction is None else kept_mass(t) * w.correction
-                target[span], weight[span] = t.completion_ids, each
+                target[span], weight[span] = t.sampled_ids, each
                 old[span] = t.logprobs if w.old_logp is None else w.old_logp
                 adv[span], sequence[span], mask[span] = w.advantage * each, len(spans), True
                 if t.reference_logprobs is not None:

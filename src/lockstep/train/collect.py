@@ -87,7 +87,12 @@ class Collector:
             found.dropped |= dropped
             clock.enter("score")
             trajectories, scored = rewarded(
-                self.cluster.reward, self.cluster.tokenizer, asked.prompts, trajectories, self._warn
+                self.cluster.reward,
+                self.cluster.tokenizer,
+                asked.prompts,
+                trajectories,
+                self._warn,
+                "fail" if self.config.environment is None else self.config.environment.on_error,
             )
             found.scored.update(scored)
             found.everything += trajectories
@@ -151,12 +156,18 @@ class Collector:
         """As the algorithm takes them: rewards less the overlong penalty, and where the KL is in the reward each
         token's share of it."""
         s = self.config.algorithm
-        lengths = np.array([len(t.completion_ids) for t in kept])
+        lengths = np.array([t.num_sampled for t in kept])
         penalties = None
         if self._kl_in_reward:
             penalties = [s.kl_coef * _kl(s.kl_estimator, t) for t in kept]
+        earned = [t.earned for t in kept] if any(t.turn_rewards is not None for t in kept) else None
         return Samples.of(
-            self._rewards(kept), [t.group_id for t in kept], lengths=lengths, penalties=penalties, values=_values(kept)
+            self._rewards(kept),
+            [t.group_id for t in kept],
+            lengths=lengths,
+            penalties=penalties,
+            values=_values(kept),
+            earned=earned,
         )
 
     def _flat(self, kept: Sequence[Trajectory]) -> set[str]:
@@ -167,11 +178,11 @@ class Collector:
         return {group for group, found in rewards.items() if len(found) == 1}
 
     def _rewards(self, kept: Sequence[Trajectory]) -> np.ndarray:
-        s, most = self.config.algorithm, self.config.rollout.max_new_tokens
+        s, most = self.config.algorithm, self.config.max_completion_tokens
         rewards = np.array([t.reward for t in kept], np.float64)
         if not s.overlong_tokens:
             return rewards
-        lengths = np.array([len(t.completion_ids) for t in kept])
+        lengths = np.array([t.num_sampled for t in kept])
         return rewards - overlong(lengths, most, s.overlong_tokens, s.overlong_penalty)
 
     def _select(self, kept: Sequence[Trajectory], groups: Advantages, number: int) -> tuple[np.ndarray, bool]:

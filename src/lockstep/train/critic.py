@@ -77,9 +77,9 @@ class Critic:
         (before clipping), `critic/lr`.
         Raises NumericsError, before anything is changed, where a value, a return or the gradient is not finite.
         """
-        counted = [i for i, t in enumerate(trajectories) if len(t.completion_ids)]
+        counted = [i for i, t in enumerate(trajectories) if t.num_sampled]
         _require_fitting(trajectories, {"returns": returns, "old values": old_values})
-        num_tokens = np.float32(sum(len(trajectories[i].completion_ids) for i in counted))
+        num_tokens = np.float32(sum(trajectories[i].num_sampled for i in counted))
         weights, put = self.model.weights, self.model.programs.put_rows
         found: list[np.ndarray | None] = [None] * len(trajectories)
         grads: dict[str, jax.Array] | None = None
@@ -116,7 +116,7 @@ def _require_fitting(trajectories: Sequence[Trajectory], given: Mapping[str, Seq
     for name, arrays in given.items():
         assert len(arrays) == len(trajectories), f"{len(arrays)} {name} for {len(trajectories)} trajectories"
         for t, array in zip(trajectories, arrays, strict=True):
-            assert array.shape == t.completion_ids.shape, (name, array.shape, t.completion_ids.shape)
+            assert array.shape == t.logprobs.shape, (name, array.shape, t.logprobs.shape)
             if not np.isfinite(array).all():
                 raise NumericsError(
                     f"{name} of sample {t.index} of {t.group_id!r} hold NaN or infinity; they come from rewards, "
@@ -153,10 +153,10 @@ def _require_same_tokens(config: Config, name: str, model: LoadedModel, policy: 
             f"{policy.tokenizer.vocab_size} tokens), and a critic reads the policy's own token ids; use a model with "
             "the same one, or leave critic.model out"
         )
-    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.task.max_prompt_tokens + config.max_completion_tokens
     if longest > model.spec.max_position:
         raise ConfigError(
-            f"task.max_prompt_tokens + rollout.max_new_tokens = {longest}, but critic.model = {name!r} was made for "
+            f"task.max_prompt_tokens + {config.completion_key} = {longest}, but critic.model = {name!r} was made for "
             f"{model.spec.max_position} positions; lower one of them, or use another critic"
         )
 

@@ -100,7 +100,7 @@ class Loop:
         rollout = self.config.rollout
         self.snapshots = Snapshots(versions_kept(rollout))
         self.batches = Batches(
-            cluster.rollouts,
+            cluster.episodes or cluster.rollouts,
             cluster.sampling,
             seed=self.config.run.seed,
             samples=rollout.samples,

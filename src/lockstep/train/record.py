@@ -24,9 +24,9 @@ def rollout_numbers(everything: Sequence[Trajectory]) -> dict[str, Any]:
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items()},
-        "completion_length": float(np.mean([len(t.completion_ids) for t in everything])),
+        "completion_length": float(np.mean([t.num_sampled for t in everything])),
         "rewards/failed": len(everything) - len(scored),
-        "tokens/generated": sum(len(t.completion_ids) for t in everything),
+        "tokens/generated": sum(t.num_sampled for t in everything),
         "finish/stop": sum(t.finish_reason == "stop" for t in everything),
         "finish/length": sum(t.finish_reason == "length" for t in everything),
     }

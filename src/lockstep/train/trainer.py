@@ -122,8 +122,8 @@ class Trainer:
             if recomputed is not None:
                 self._require_record(trajectories[i], recomputed, compared=True)
         weights = SplitWeights.of(self.params, self.programs.spec.num_layers)
-        counted = [t for t in trajectories if len(t.completion_ids)]
-        totals = Totals(np.float32(sum(len(t.completion_ids) for t in counted)), np.float32(len(counted)))
+        counted = [t for t in trajectories if t.num_sampled]
+        totals = Totals(np.float32(sum(t.num_sampled for t in counted)), np.float32(len(counted)))
         if self.algorithm.kl_in_loss:
             assert all(t.reference_logprobs is not None for t in counted), "the loss needs reference log-probabilities"
         logprobs: list[np.ndarray | None] = [None] * len(trajectories)

@@ -116,7 +116,7 @@ def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Ge
     ]
     if held_pairs:
         metrics |= mismatch(np.concatenate([a for a, _ in held_pairs]), np.concatenate([b for _, b in held_pairs]))
-    metrics["tokens/trained"] = sum(len(t.completion_ids) for t in batch)
+    metrics["tokens/trained"] = sum(t.num_sampled for t in batch)
     return StepResult(metrics | value_metrics, list(now))
 
 

@@ -1,0 +1,163 @@
+"""Environments of several turns: what a user writes, and what keeps it to its contract.
+
+    class Guess(Environment):
+        def __init__(self, number): self.number = number
+        async def step(self, turn):
+            if turn.text.strip() == self.number:
+                return Step(reward=1.0, done=True)
+            return Step("no, again: ")
+
+    def make(row, seed): return Guess(row["answer"])
+
+An environment is made for one sample and used once: `start`, then `step` until one says `done`, then `close`. Imports
+no jax.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from lockstep.envs.outcome import short
+from lockstep.loading import describe_exception
+from lockstep.types import FinishReason
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy reads next. role: whose turn it is in a chat template; without one the text stands as it is."""
+
+    text: str
+    role: Literal["user", "tool", "system"] = "user"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote. text: special tokens skipped. ids: as sampled, a stop token included. finish_reason:
+    "length" where it was cut; then the episode ends with this step, whatever it returns. number: from 0."""
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: FinishReason
+    number: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of a turn. observation: what the policy reads next, not empty; needed unless `done`, unused if so.
+    reward: of this turn, finite; a sample's reward is the sum. done: the episode is over."""
+
+    observation: Observation | str | None = None
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One episode's. Subclass it: `start` and `close` then do nothing by default.
+
+    Its code runs in an event loop that all episodes share: what blocks (a subprocess, a long computation) belongs in
+    `asyncio.to_thread`, for a deadline can end what waits and not what blocks.
+    """
+
+    async def start(self) -> Observation | str | None:
+        """Called once, before the first turn. The row's prompt is the first observation, the same for a whole group;
+        what this returns comes after it, which only `task.template = "plain"` has a place for."""
+        return None
+
+    async def step(self, turn: Turn) -> Step:
+        """The answer to a turn."""
+        ...
+
+    async def close(self) -> None:
+        """Called once at the end, whatever happened before."""
+        return None
+
+
+MakeEnvironment = Callable[[Mapping[str, Any], int], Environment]
+"""(the data row, a copy; the sample's seed) -> its environment."""
+
+Kind = Literal["exception", "timeout", "contract"]
+
+
+class EnvironmentFailure(Exception):
+    """There is no answer: it raised, its deadline passed, or what it returned or was asked breaks the contract."""
+
+    def __init__(self, kind: Kind, why: str) -> None:
+        super().__init__(f"environment {kind}: {why}")
+        self.kind = kind
+
+
+class Guarded:
+    """An environment, held to its contract and to a deadline (seconds) for each call."""
+
+    def __init__(self, environment: Environment, deadline_s: float) -> None:
+        self._environment, self._deadline_s = environment, deadline_s
+        self._state: Literal["new", "running", "done", "closed"] = "new"
+
+    async def start(self) -> Observation | None:
+        """Raises EnvironmentFailure, on a second call too."""
+        self._require("new", "start")
+        self._state = "running"
+        return _observation(await self._within("start", self._environment.start()))
+
+    async def step(self, turn: Turn) -> Step:
+        """With an `Observation` unless done. Raises EnvironmentFailure, before `start` and after `done` too."""
+        self._require("running", "step")
+        step = await self._within("step", self._environment.step(turn))
+        if not isinstance(step, Step):
+            raise EnvironmentFailure("contract", f"step returned {short(step)}; expected a Step")
+        if isinstance(step.reward, bool | int | float) and math.isfinite(step.reward):
+            reward = float(step.reward)
+        else:
+            raise EnvironmentFailure("contract", f"step gave the reward {short(step.reward)}; expected a finite number")
+        if step.done:
+            self._state = "done"
+            return Step(None, reward, done=True)
+        observation = _observation(step.observation)
+        if observation is None:
+            raise EnvironmentFailure("contract", "step is not done and returned no observation; what should be read?")
+        return Step(observation, reward)
+
+    async def close(self) -> None:
+        """Raises EnvironmentFailure; a second call does nothing."""
+        if self._state != "closed":
+            self._state = "closed"
+            await self._within("close", self._environment.close())
+
+    def _require(self, state: str, name: str) -> None:
+        if self._state != state:
+            raise EnvironmentFailure(
+                "contract", f"{name} of an environment that is {self._state}; it is used once: start, steps, close"
+            )
+
+    async def _within(self, name: str, call: Awaitable[T]) -> T:
+        # Not wait_for: it would wait for code that ignores its cancellation.
+        task = asyncio.ensure_future(call)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._deadline_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            raise EnvironmentFailure("timeout", f"{name} took more than {self._deadline_s:g} s")
+        try:
+            return task.result()
+        except (Exception, asyncio.CancelledError) as error:
+            raise EnvironmentFailure("exception", f"{name} raised {describe_exception(error)}") from error
+
+
+def _observation(given: object) -> Observation | None:
+    if given is None:
+        return None
+    found = Observation(given) if isinstance(given, str) else given
+    if not isinstance(found, Observation) or not isinstance(found.text, str):
+        raise EnvironmentFailure("contract", f"an observation is {short(given)}; expected text or an Observation")
+    if not found.text:
+        raise EnvironmentFailure("contract", "an observation is empty; there would be nothing to read")
+    return found
