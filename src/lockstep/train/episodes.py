@@ -1,6 +1,6 @@
 """Rollouts of several turns: an environment between the loop and the rollout service.
 
-    rollouts = Episodes(service, tokenizer, make, settings, fingerprint)
+    rollouts = Episodes(service, tokenizer, make, environment, fingerprint)
     Batches(rollouts, ...)                     # asks for groups as it would ask the service
 
 Each turn is a request of one sample whose prompt is the whole sequence so far, ids as they were sampled: nothing is
@@ -111,9 +111,9 @@ def turn_seed(seed: int, turn: int) -> int:
     return seed if turn == 0 else request_seed(seed, turn, "turn", 0)
 
 
-def load_environment(settings: EnvironmentConfig) -> MakeEnvironment:
+def load_environment(environment: EnvironmentConfig) -> MakeEnvironment:
     """What `environment.function` names. Raises ConfigError where there is no such function."""
-    return load_function(settings.function, settings.folder, ("row", "seed"))
+    return load_function(environment.function, environment.folder, ("row", "seed"))
 
 
 @dataclass
@@ -140,12 +140,12 @@ class Episodes:
         rollouts: Rollouts,
         tokenizer: Tokenizer,
         make: MakeEnvironment,
-        settings: EnvironmentConfig,
+        environment: EnvironmentConfig,
         fingerprint: Fingerprint,
     ) -> None:
         """fingerprint: of what the rollouts sample with."""
         self._rollouts, self._tokenizer, self._make = rollouts, tokenizer, make
-        self._settings, self._fingerprint = settings, fingerprint
+        self.environment, self._fingerprint = environment, fingerprint
         self._background, self._closed = Background("episodes"), False
         self._groups: dict[str, _Group] = {}
 
@@ -221,9 +221,9 @@ class Episodes:
             made = self._make(copy.deepcopy(dict(prompt.row)), seed)
         except Exception as error:  # the user's code: any
             raise EnvironmentFailure(
-                "exception", f"{self._settings.function} raised {describe_exception(error)}"
+                "exception", f"{self.environment.function} raised {describe_exception(error)}"
             ) from error
-        return Guarded(made, self._settings.step_deadline_s)
+        return Guarded(made, self.environment.step_deadline_s)
 
     async def _begin(self, story: Story, guarded: Guarded) -> None:
         first = await guarded.start()
@@ -241,14 +241,14 @@ class Episodes:
         self, story: Story, guarded: Guarded, request: RolloutRequest, index: int, seed: int, on_event: OnEvent
     ) -> FinishReason:
         """Turns until the environment is done ("stop"), or turns or tokens are used up ("length")."""
-        for number in range(self._settings.max_turns):
-            left = self._settings.max_total_tokens - len(story.ids)
+        for number in range(self.environment.max_turns):
+            left = self.environment.max_total_tokens - len(story.ids)
             if left < 1:
                 if not story.turns:
                     raise EnvironmentFailure(
                         "contract",
                         f"what start returned leaves no room for a turn in environment.max_total_tokens = "
-                        f"{self._settings.max_total_tokens}",
+                        f"{self.environment.max_total_tokens}",
                     )
                 return "length"
             params = replace(request.params, max_new_tokens=min(request.params.max_new_tokens, left))
@@ -263,7 +263,7 @@ class Episodes:
             if step.done or drawn.finish_reason == "length":
                 return drawn.finish_reason
             assert isinstance(step.observation, Observation)
-            if number + 1 < self._settings.max_turns:
+            if number + 1 < self.environment.max_turns:
                 story.pieces.append(self._said(story, ids, step.observation))
         return "length"
 

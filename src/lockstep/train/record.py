@@ -27,9 +27,16 @@ def rollout_numbers(everything: Sequence[Trajectory]) -> dict[str, Any]:
         "completion_length": float(np.mean([t.num_sampled for t in everything])),
         "rewards/failed": len(everything) - len(scored),
         "tokens/generated": sum(t.num_sampled for t in everything),
+        **turn_numbers(everything),
         "finish/stop": sum(t.finish_reason == "stop" for t in everything),
         "finish/length": sum(t.finish_reason == "length" for t in everything),
     }
+
+
+def turn_numbers(everything: Sequence[Trajectory]) -> dict[str, float]:
+    """Where there is an environment, how many turns the samples took."""
+    turns = [len(t.turn_rewards) for t in everything if t.turn_rewards is not None]
+    return {"turns/mean": float(np.mean(turns)), "turns/max": max(turns)} if turns else {}
 
 
 def engine_numbers(before: EngineStats, now: EngineStats) -> dict[str, float]:
