@@ -90,6 +90,7 @@ def test_a_run_of_several_turns_is_exact_and_its_numbers_follow(done: Path, left
         assert sum(len(t.completion_ids) - t.num_sampled for t in some) > 0
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_for_bit(done: Path, train: Any, left: Any, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(done, copy)
@@ -99,6 +100,7 @@ def test_it_resumes_bit_for_bit(done: Path, train: Any, left: Any, tmp_path: Pat
     assert again.weights(2) == left(done).weights(2)
 
 
+@pytest.mark.slow
 def test_an_environment_of_one_turn_samples_what_there_would_be_without_one(
     play: Any, kit: Any, train: Any, left: Any, tmp_path: Path
 ) -> None:
@@ -109,9 +111,13 @@ def test_an_environment_of_one_turn_samples_what_there_would_be_without_one(
     for a, b in pairs:
         assert a.sampled is None and a.completion_ids.tobytes() == b.completion_ids.tobytes()
         assert a.logprobs.tobytes() == b.logprobs.tobytes() and (a.seed, a.finish_reason) == (b.seed, b.finish_reason)
-        assert a.rewards["run_rewards:even"] == b.rewards["run_rewards:even"] and a.reward == b.reward + a.rewards["environment"]
+        assert (
+            a.rewards["run_rewards:even"] == b.rewards["run_rewards:even"]
+            and a.reward == b.reward + a.rewards["environment"]
+        )
 
 
+@pytest.mark.slow
 def test_what_start_says_comes_before_the_first_turn(play: Any, left: Any, tmp_path: Path) -> None:
     run = left(play(tmp_path, "first", "--run.steps=1"))
     for t in run.step(1).trajectories:
@@ -120,6 +126,7 @@ def test_what_start_says_comes_before_the_first_turn(play: Any, left: Any, tmp_p
     assert run.metrics()[0]["mismatch/unequal_tokens"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [

@@ -1,0 +1,70 @@
+"""Tools: how a call is read, and a calculator that runs nothing of what it reads."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.envs.adapters import reasoning_gym
+from lockstep.envs.multi_turn import Turn
+from lockstep.envs.tools import Calculator, ToolCall, ToolError, calculator, parse_call
+
+
+def test_calls_are_read_in_both_forms() -> None:
+    assert parse_call("so <tool>calculator: 12*7</tool>") == ToolCall("calculator", "12*7")
+    assert parse_call('<tool>{"name": "calculator", "argument": "12*7"}</tool>') == ToolCall("calculator", "12*7")
+    assert parse_call("<tool>a: 1</tool> <tool>b: x: y") == ToolCall("b", "x: y")
+    assert parse_call("the answer is 3") is None
+    for text, why in (("<tool>12*7</tool>", "NAME: ARG"), ("<tool>{x}</tool>", "JSON"), ('<tool>{"a": 1}', "expected")):
+        with pytest.raises(ToolError, match=why):
+            parse_call(text)
+
+
+SUMS = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda x: st.tuples(x, st.sampled_from("+-*"), x).map("({0[0]}{0[1]}{0[2]})".format),
+    max_leaves=8,
+)
+
+
+@given(SUMS)
+def test_the_calculator_is_right(expression: str) -> None:
+    assert asyncio.run(Calculator().call(expression)) == str(eval(expression))
+
+
+NONE = ["", "1+", "2**9", "x", "f(1)", "'a'*3", "True", "1/0", "1 if 1 else 2", "[1]", "1e308*10", "(" * 150, "9" * 201]
+
+
+@pytest.mark.parametrize("text", NONE)
+def test_what_is_no_arithmetic_is_refused(text: str) -> None:
+    with pytest.raises(ToolError):
+        asyncio.run(Calculator().call(text))
+
+
+def test_the_calculators_environment() -> None:
+    async def turns(*texts: str) -> list[tuple[str | None, float, bool]]:
+        environment = calculator({"answer": "84"}, 0)
+        steps = [await environment.step(Turn(text, (1,), "stop", i)) for i, text in enumerate(texts)]
+        return [(s.observation and s.observation.text, s.reward, s.done) for s in steps]
+
+    assert asyncio.run(turns("<tool>calculator: 12*7</tool>", "Answer: 84")) == [
+        (" = 84\n", 0.0, False), (None, 1.0, True)
+    ]  # fmt: skip
+    assert asyncio.run(turns("Answer: 85")) == [(None, 0.0, True)]
+    ((said, reward, done),) = asyncio.run(turns("<tool>oracle: 1</tool>"))
+    assert "there is no tool 'oracle'" in said and not done and reward == 0
+
+
+def test_a_reasoning_gym_problem_is_one_turn() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    row = gym.create_dataset("chain_sum", seed=3, size=1)[0]
+
+    async def reward(text: str) -> tuple[float, bool]:
+        step = await reasoning_gym(row, 0).step(Turn(text, (1,), "stop", 0))
+        return step.reward, step.done
+
+    assert asyncio.run(reward(row["answer"] + "\n")) == (1.0, True)
+    assert asyncio.run(reward("no"))[0] < 1
