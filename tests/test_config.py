@@ -424,3 +424,27 @@ def test_a_text_may_be_bare_or_quoted() -> None:
     assert read(["--task.prompt", "{question} # no comment"]).task.prompt == "{question} # no comment"
     assert read(["--task.prompt", "{question}\nx = 1"]).task.prompt == "{question}\nx = 1"
     assert "expected a number" in refused(["--optim.lr", "1\nsteps = 2"])
+
+
+# ---------------------------------------------------------------- environments
+
+PLAY = '[environment]\nfunction = "mine:make"\nmax_total_tokens = 300\n'
+
+
+def test_an_environment_may_be_all_of_the_reward() -> None:
+    config = read(text=SMALL.replace('[reward]\nfunctions = [{ name = "exact" }]\n', PLAY))
+    assert config.environment is not None and config.environment.folder == "/recipes"
+    assert not config.reward.functions and config.max_completion_tokens == 300
+    assert read(text=config.to_toml()) == config
+    assert read(text=SMALL + PLAY).reward.functions[0].name == "exact"
+    assert read().max_completion_tokens == read().rollout.max_new_tokens
+
+
+def test_an_environment_fits_the_rest() -> None:
+    text = SMALL + PLAY
+    assert "is less than `rollout.max_new_tokens` = 128" in refused("--environment.max_total_tokens 127", text)
+    named = "--reward.functions=[{name='environment'}]"
+    assert 'a part of `reward` is called "environment"' in refused(named, text)
+    assert "`environment.function`: expected module:function" in refused("--environment.function x", text)
+    long = refused("--train.micro_batch_rows 800", text)
+    assert "task.max_prompt_tokens + environment.max_total_tokens = 512 + 300 = 812" in long

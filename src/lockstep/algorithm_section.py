@@ -85,7 +85,7 @@ class AlgorithmConfig(Section):
         "constant: sum over tokens, divided by completions x aggregate_length.",
         also=("loss_type", "loss_agg_mode"),
     )
-    aggregate_length: Int = key(0, "constant: tokens that a completion counts for; 0: rollout.max_new_tokens.", ge=0)
+    aggregate_length: Int = key(0, "constant: tokens that a completion counts for; 0: as many as one can have.", ge=0)
     scale_rewards: RewardScale = key(
         "group", "What the advantage is divided by: the standard deviation of its group, of the batch, or nothing."
     )

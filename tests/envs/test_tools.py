@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -68,3 +71,24 @@ def test_a_reasoning_gym_problem_is_one_turn() -> None:
 
     assert asyncio.run(reward(row["answer"] + "\n")) == (1.0, True)
     assert asyncio.run(reward("no"))[0] < 1
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "multi-turn.md").read_text()
+
+
+def test_the_pages_environments_do_what_it_says() -> None:
+    made: dict[str, dict[str, Any]] = {}
+    for name, code in re.findall(r"^```python file=(\S+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+        exec(compile(code, name, "exec"), made.setdefault(name, {}))
+
+    async def play(environment: Any, *texts: str) -> list[Any]:
+        await environment.start()
+        return [await environment.step(Turn(text, (1,), "stop", i)) for i, text in enumerate(texts)]
+
+    steps = asyncio.run(play(made["guess.py"]["make"]({"answer": "5"}, 0), "3\n", "9", "5"))
+    assert [(s.observation, s.reward, s.done) for s in steps] == [
+        ("higher\n", -0.1, False), ("lower\n", -0.1, False), (None, 1.0, True)
+    ]  # fmt: skip
+    row = {"capitals": {"France": "Paris"}, "answer": "Paris"}
+    steps = asyncio.run(play(made["my_tools.py"]["make"](row, 0), "<tool>capital: France</tool>", "It is Paris."))
+    assert steps[0].observation.text == "Paris" and steps[1].reward == 1.0

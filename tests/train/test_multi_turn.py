@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lockstep import store
 from lockstep.algorithms import make_algorithm
 from lockstep.algorithms.base import Samples
 from lockstep.audit.definitions import by_token
 from lockstep.config import AlgorithmConfig
 from lockstep.train.batching import Weighed, make_micro_batches
-from lockstep.types import Trajectory
+from lockstep.types import Fingerprint, Prompt, Trajectory
+
+FINGERPRINT = Fingerprint("t", "c", "d", "n")
 
 
 def masks(trajectories: list[Trajectory]) -> list[np.ndarray]:
@@ -56,23 +60,17 @@ def test_drawn_tokens_are_predicted_from_all_before_them(plain: Any, pairs: Any)
 def test_what_was_said_is_read_by_what_comes_after_and_by_nothing_before(plain: Any) -> None:
     prompt, ids = np.arange(9, dtype=np.int32), np.arange(20, 27, dtype=np.int32)
     mask = np.array([True, True, False, False, True, False, True])
-    n, fingerprint = int(mask.sum()), plain_fingerprint()
+    n = int(mask.sum())
 
     def made(said: int) -> Trajectory:
         other = np.where(np.arange(7) == 3, np.int32(said), ids).astype(np.int32)
         zeros = np.zeros(n, np.float32)
-        return Trajectory(prompt, other, zeros, np.zeros(n, np.int32), "stop", 0, "g", 0, fingerprint, sampled=mask)
+        return Trajectory(prompt, other, zeros, np.zeros(n, np.int32), "stop", 0, "g", 0, FINGERPRINT, sampled=mask)
 
     (a,), (b,) = plain.recorded([made(23)]), plain.recorded([made(40)])
     assert a.logprobs[:2].tobytes() == b.logprobs[:2].tobytes() and (a.logprobs[2:] != b.logprobs[2:]).all()
     (batch,) = plain.micro_batches([a], np.ones(1))
     assert set(batch.target[batch.tokens.mask]) == set(ids[mask])
-
-
-def plain_fingerprint() -> Any:
-    from lockstep.types import Fingerprint
-
-    return Fingerprint("t", "c", "d", "n")
 
 
 def test_the_gradient_is_that_of_the_drawn_tokens_alone(plain: Any, pairs: Any, advantages: np.ndarray) -> None:
@@ -98,7 +96,7 @@ def test_a_turns_reward_is_earned_by_its_last_token() -> None:
     n = int(mask.sum())
     t = Trajectory(
         np.zeros(2, np.int32), np.arange(9, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop",
-        0, "g", 0, plain_fingerprint(), sampled=mask, turn_rewards=np.array([0.5, -1.0, 2.0]), reward=2.5,
+        0, "g", 0, FINGERPRINT, sampled=mask, turn_rewards=np.array([0.5, -1.0, 2.0]), reward=2.5,
     )  # fmt: skip
     assert t.turn_ends.tolist() == [1, 2, 4]
     assert t.earned.tolist() == [0, 0.5, -1.0, 0, 2.0]
@@ -122,3 +120,13 @@ def test_algorithms_by_token_see_when_a_reward_came() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
         late = by_token(settings, rewards, groups, penalties, None)
         assert not all(np.allclose(a, b) for a, b in zip(found, late, strict=True))
+
+
+def test_what_was_drawn_and_earned_is_stored(pairs: Any, tmp_path: Path) -> None:
+    trajectories = [replace(t, turn_rewards=np.arange(len(t.turn_ends)) / 3) for t in pairs[1]] + pairs[0][:1]
+    prompts = [Prompt(group, "", (1,)) for group in {t.group_id for t in trajectories}]
+    store.write_step(tmp_path, 1, trajectories, {}, prompts=prompts)
+    for a, b in zip(store.read_step(tmp_path, 1).trajectories, trajectories, strict=True):
+        for name in ("sampled", "turn_rewards", "completion_ids", "logprobs"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None) == (y is None) and (x is None or (x.dtype == y.dtype and x.tobytes() == y.tobytes()))
