@@ -149,3 +149,12 @@ def test_what_fails_is_left_out_with_its_reason(
     if name == "raises":
         with pytest.raises(RewardError, match=r"environment exception: step raised .*on_error = \"drop\""):
             play(tmp_path / "again", name, *more)
+
+
+@pytest.mark.slow
+def test_episodes_go_on_while_the_trainer_trains(play: Any, left: Any, tmp_path: Path) -> None:
+    """Turns of one episode may be of two versions; each is held against its own, bit for bit."""
+    run = left(play(tmp_path, "echo", "--rollout.staleness=1", "--run.steps=4"))
+    for number, metrics in enumerate(run.metrics(), 1):
+        assert metrics["mismatch/unequal_tokens"] == 0 and metrics["staleness/max"] <= 1
+        assert all((number - 1 - t.versions <= 1).all() for t in run.step(number).trajectories)
