@@ -313,7 +313,7 @@ def test_a_replica_that_is_lost_while_it_samples(kit, opened, tmp_path) -> None:
 def shorter(loop, seconds: float = 0.5) -> None:
     """Deadlines, once everything is compiled."""
     rollout = loop.config.rollout.model_copy(update={"deadline_s": seconds})
-    loop.config = loop.config.model_copy(update={"rollout": rollout})
+    loop.config = loop.collector.config = loop.config.model_copy(update={"rollout": rollout})
 
 
 def test_who_is_waited_for_is_said_and_after_the_deadline_the_run_fails(kit, opened, tmp_path) -> None:
