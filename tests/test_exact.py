@@ -185,7 +185,7 @@ def by_temperature(
     ("spec", "dtype"),
     [
         ("llama", "float32"),
-        ("qwen", "float32"),
+        pytest.param("qwen", "float32", marks=pytest.mark.slow),
         ("gemma", "bfloat16"),
         pytest.param("gemma", "float32", marks=pytest.mark.slow),
         pytest.param("qwen", "bfloat16", marks=pytest.mark.slow),
@@ -252,7 +252,10 @@ class AlwaysDraft(Payoff):
         return min(self.most, room // sequences) if sequences else 0
 
 
-@pytest.mark.parametrize(("spec", "dtype", "swap"), [("llama", "float32", "never"), ("gemma", "bfloat16", "always")])
+@pytest.mark.parametrize(
+    ("spec", "dtype", "swap"),
+    [("llama", "float32", "never"), pytest.param("gemma", "bfloat16", "always", marks=pytest.mark.slow)],
+)
 def test_the_record_is_the_trainers_with_everything_on(spec: str, dtype: str, swap: str) -> None:
     """Pages run out, samples are swapped or computed again, prompts and completions come from the cache, tokens are
     guessed ahead: the second time everything was seen before."""
@@ -294,7 +297,12 @@ def short_run(policy: Policy) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize(
-    "axes", [ROLLOUT_MESHES[1], pytest.param(ROLLOUT_MESHES[2], marks=pytest.mark.slow), ROLLOUT_MESHES[3]]
+    "axes",
+    [
+        ROLLOUT_MESHES[1],
+        pytest.param(ROLLOUT_MESHES[2], marks=pytest.mark.slow),
+        pytest.param(ROLLOUT_MESHES[3], marks=pytest.mark.slow),
+    ],
 )
 def test_sampling_on_a_mesh_is_sampling_on_one_device(axes: Axes) -> None:
     one, many = (short_run(on_mesh(a, axes)) for a in ((), axes))

@@ -6,7 +6,7 @@ one way. The kinds are those that users of such systems reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,10 @@ from lockstep.algorithms.losses import Totals
 from lockstep.cluster.programs import SplitWeights
 from lockstep.rollout.engine import Engine
 from lockstep.sync.verify import leaf_digests
+from lockstep.train.collect import Experience
 from lockstep.train.loop import Loop
 from lockstep.train.serving import Local
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepResult, Trainer
 from lockstep.types import PolicyVersion, SamplingParams, Trajectory
 
 FAULTS: dict[str, tuple[Callable[..., Any], str, str, str]] = {}
@@ -69,7 +70,7 @@ def a_stale_leaf(bench):
     return bench.cluster(engine=Faulty)
 
 
-@fault("record-equals-recompute", "tied to `embed`", bench="all_weights")
+@fault("record-equals-recompute", "tied to `embed`", bench="all_weights", slow=True)
 def a_stale_tied_head(bench):
     class Faulty(FirstInstalled):
         def install(self, version, params):
@@ -490,9 +491,9 @@ def a_snapshot_of_the_first_policy(bench):
 @fault("metrics", "made from other samples")
 def a_reward_of_the_first_samples_only(bench):
     class Faulty(Loop):
-        def _record(self, number: int, everything: Sequence[Trajectory], *rest: Any):
-            record = super()._record(number, everything, *rest)
-            return record | {"reward": float(np.mean([t.reward for t in everything if t.index == 0]))}
+        def _record(self, number: int, found: Experience, result: StepResult):
+            record = super()._record(number, found, result)
+            return record | {"reward": float(np.mean([t.reward for t in found.everything if t.index == 0]))}
 
     return bench.cluster(), Faulty
 

@@ -72,7 +72,7 @@ def work(draw: st.DrawFn) -> list[tuple[Prompt, list[int], SamplingParams]]:
     return requests
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.sampled_from([1, 2]), work())
 def test_steps_at_once_are_the_steps_one_by_one(engines: Any, devices: int, requests: Any) -> None:
     assert bits(serve(engines[devices, 8], requests)) == bits(serve(engines[devices, 1], requests))

@@ -45,7 +45,8 @@ def alone(make_engine) -> dict[tuple[str, int], tuple]:
     return found
 
 
-@pytest.mark.parametrize("swap", [pytest.param("always", marks=pytest.mark.slow), "never"])
+@pytest.mark.slow
+@pytest.mark.parametrize("swap", ["always", "never"])
 def test_every_batch_size_and_every_length_of_draft(make_engine, alone, monkeypatch, swap: str) -> None:
     """Sizes 1 to 64 one after the other on one engine, so that all but the first find prompts in the cache."""
     engine: Engine = make_engine(

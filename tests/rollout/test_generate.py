@@ -117,6 +117,7 @@ def test_fast_numerics_are_told_apart_and_close(tiny_folder: Path) -> None:
     np.testing.assert_allclose(exact.logprobs[:until], fast.logprobs[:until], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16(tiny_folder: Path) -> None:
     t = run(tiny_folder, "Hello", dtype="bfloat16")[0]
     assert t.logprobs.dtype == np.float32 and np.isfinite(t.logprobs).all()

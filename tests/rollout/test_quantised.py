@@ -255,6 +255,7 @@ def test_exact_mode_refuses_it_in_words(tiny_programs) -> None:
             Engine(tiny_programs(1), slots=32, max_positions=48, fingerprint=FINGERPRINT, storage=storage)
 
 
+@pytest.mark.slow
 def test_with_parts_the_cache_may_be_quantised_and_the_matrices_may_not(fast) -> None:
     """A head's keys and values have scales of their own, so it makes no difference on which device the head is."""
     one, two = (serve(fast(2, tensor=t), Storage("int8")) for t in (1, 2))

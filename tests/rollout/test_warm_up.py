@@ -85,7 +85,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "cut, computed again")) for n in CASES]
+)
 def test_nothing_more_is_compiled_after_a_warm_up(tiny_programs, tiny_params, name: str) -> None:
     params, options, num = CASES[name]
     made = {k: v() if k == "drafts" else v for k, v in options.items()}
@@ -132,6 +134,7 @@ def test_what_is_left_out_is_compiled_late(tiny_programs, tiny_params) -> None:
     assert compiled, "log-probabilities of the prompt, and steps with three stop ids"
 
 
+@pytest.mark.slow
 def test_layers_with_and_without_an_adapter_are_two_kinds_and_a_draft_model_has_programs(
     tiny_programs, tiny_params
 ) -> None:
