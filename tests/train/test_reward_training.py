@@ -129,6 +129,7 @@ def test_equal_scores_cost_log_two() -> None:
     assert math.isclose(loss, math.log(2), rel_tol=1e-6) and metrics["accuracy"] == 0.5
 
 
+@pytest.mark.slow
 def test_the_gradient_of_every_leaf_is_that_of_the_plain_way(recipe, tmp_path) -> None:
     """And the same from several micro-batches as from one, to rounding."""
     made = recipe(tmp_path, "--reward_model.head_std=0.5")
@@ -211,6 +212,7 @@ def test_every_pair_once_per_epoch_and_the_held_out_ones_never(recipe, tmp_path)
     assert len(data.batch(3, 50, 5)) == 42
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_the_exported_folder(recipe, tmp_path) -> None:
     made = recipe(
         tmp_path, "--lora={rank = 2, last_layers = 1}", "--reward_model.epochs=1", "--reward_model.batch_pairs=64",

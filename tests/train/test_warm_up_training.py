@@ -189,6 +189,7 @@ def loss_of(kind: str, items: Sequence[Continuations]) -> Callable[[Any], jax.Ar
     return loss
 
 
+@pytest.mark.slow
 @both
 def test_the_gradient_of_every_leaf_is_that_of_the_plain_way(kind: str, trainings: dict[str, Training]) -> None:
     """And the same from several micro-batches as from one, to rounding."""
@@ -259,6 +260,7 @@ def without_time(records: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(finished: dict[str, Path], tmp_path: Path) -> None:
     """DPO, whose reference is the start weights and not those of the checkpoint."""
     left = tmp_path / "warm"
@@ -276,6 +278,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(finished: dict[str, Path], tmp_path: 
         assert (left / "model" / name).read_bytes() == (finished["dpo"] / "model" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_and_an_rl_recipe_takes_the_folder(
     recipe: Make, trainings: dict[str, Training], tmp_path: Path
 ) -> None:

@@ -31,7 +31,10 @@ CASES: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = {"dr_grpo", "reinforce_pp", "raft", "ppo, twice in halves", "grpo, twice in thirds"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in FAST)) for c in CASES])
 def test_every_number_follows_from_the_trajectories(kit, train, left, tmp_path: Path, case: str) -> None:
     config = kit.config(tmp_path, "--run.steps=3", "--run.checkpoint_every=0", *CASES[case])
     run = left(train(config))

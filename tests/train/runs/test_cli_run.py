@@ -62,6 +62,7 @@ def same(run, whole) -> None:
     assert checkpoint.latest(run.path) == last and run.state(last) == whole.state(last)
 
 
+@pytest.mark.slow
 def test_killed_then_interrupted_then_finished(kit, finished, left, tmp_path) -> None:
     """kill -9 after step 4, Control-C after step 6, and the run is the one that nothing stopped."""
     recipe, run_dir = kit.folder / "recipe.toml", tmp_path / "run"

@@ -93,6 +93,7 @@ def test_ones_own_reward_is_what_it_learns_from(trained) -> None:
     assert run.weights(2) and run.meta(2)["cursor"] == 4
 
 
+@pytest.mark.slow
 def test_the_shipped_recipe_trains_another_model(kit, train, left, tmp_path) -> None:
     """`recipes/own-data.toml` with its own data and reward; only the model, and sizes to its measure, are given."""
     words = [

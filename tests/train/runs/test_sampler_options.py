@@ -44,6 +44,7 @@ def test_a_budget_for_less_than_one_sequence_is_refused_before_anything_is_made(
         build(kit.config(tmp_path, *long, "--rollout.kv_memory_mib=1"))
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_in_the_log_and_in_the_first_record_only(kit, opened, left, tmp_path) -> None:
     with opened(kit.config(tmp_path, "--run.steps=2", "--rollout.warm_up=true")) as loop:
         loop.start()
