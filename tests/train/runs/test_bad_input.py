@@ -226,9 +226,9 @@ def test_trajectories_of_a_version_that_is_not_there_yet_are_refused(kit, opened
     """A service that does not look at what its replicas say."""
     with opened(kit.config(tmp_path)) as loop:
         loop.start()
-        (first, *_), _ = consumable(loop._generate(1), 0, "fail")
+        (first, *_), _ = consumable(loop.collector._generate(1, 0, 0), 0, "fail")
         with pytest.raises(FingerprintError, match="holds tokens of policy version 1; this step trains version 0"):
-            loop._accepted([replace(first, versions=first.versions + 1)])
+            loop.collector._accepted([replace(first, versions=first.versions + 1)], 0)
 
 
 def test_stale_weights_under_the_right_number_are_found(kit, opened, tmp_path) -> None:

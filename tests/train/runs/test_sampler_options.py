@@ -33,7 +33,7 @@ def test_the_mismatch_is_in_the_record_and_the_options_in_the_identity(kit, open
     assert f"key-value cache: {engine.num_pages} pages of 8 tokens" in (run.path / "log.txt").read_text()
     # A sample of another storage is of another identity: the trainer refuses it.
     with opened(kit.config(tmp_path, *keys)) as other, pytest.raises(FingerprintError, match="another numerics"):
-        other._accepted(made)
+        other.collector._accepted(made, 2)
 
 
 def test_a_budget_for_less_than_one_sequence_is_refused_before_anything_is_made(kit, tmp_path) -> None:

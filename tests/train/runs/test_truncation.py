@@ -26,8 +26,8 @@ def test_a_cut_distribution_is_recorded_and_trained_on_exactly(kit, train, left,
 def test_a_sample_that_says_it_was_cut_is_refused(kit, opened, tmp_path) -> None:
     with opened(kit.config(tmp_path, "--run.steps=1")) as loop:
         loop.start()
-        done, _ = consumable(loop._generate(1), 0, "fail")
-        assert loop._accepted(done) == done
+        done, _ = consumable(loop.collector._generate(1, 0, 0), 0, "fail")
+        assert loop.collector._accepted(done, 0) == done
         cut = replace(done[0], kept_logmass=np.zeros(len(done[0].logprobs), np.float32))
         with pytest.raises(FingerprintError, match="from a part of the vocabulary only"):
-            loop._accepted([cut])
+            loop.collector._accepted([cut], 0)
