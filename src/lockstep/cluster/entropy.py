@@ -3,12 +3,13 @@ stays what it is without one."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 
-from lockstep.cluster.programs import Programs, SplitWeights, backward_tile
-from lockstep.models.decoder import Weights
+from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.models.decoder import Numerics, Weights
 from lockstep.models.entropy import entropies
 
 
@@ -16,7 +17,7 @@ class Entropy:
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
         self._value = jax.jit(self._value_program)
-        self._vjp = jax.jit(self._vjp_program)
+        self._vjp = jax.jit(functools.partial(programs.head_vjp_program, self._rows))
 
     def __call__(self, weights: SplitWeights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
         """[row shards * M] float32 nats, at the picked rows x. target: -1 for padding."""
@@ -36,30 +37,9 @@ class Entropy:
         cotangent: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
         """As `Programs.head_vjp`, of the entropies."""
-        p = self.programs
-        paths = p.head_paths
-        chosen = {k: v for k, v in weights.head.items() if paths[k] in trainable}
-        frozen = {k: v for k, v in weights.head.items() if k not in chosen}
-        dx, grads = self._vjp(frozen, chosen, x, at, target, temperature, cotangent)
-        return dx, {paths[k]: g for k, g in grads.items()}
+        return self.programs.head_pull(self._vjp, weights, trainable, x, at, target, temperature, cotangent)
 
-    def _vjp_program(
-        self, frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, cotangent: Any
-    ) -> Any:
-        p = self.programs
-
-        def body(
-            frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, cotangent: Any
-        ) -> Any:
-            num, tile = p._backward_num, backward_tile(at.shape[0])
-            fixed = p.gathered(frozen, num)
-
-            def forward(t: Weights, y: jax.Array) -> jax.Array:
-                block = jax.checkpoint(lambda *a: entropies(p.spec, num, a[0], a[1], a[2], a[3], tile))
-                return block({**fixed, **p.gathered(t, num)}, y[at], target >= 0, temperature)
-
-            return p._vjp_body(forward, trainable, x, cotangent)
-
-        r = p.rows_spec
-        in_specs = (p._of(frozen), p._of(trainable), r, r, r, r, r)
-        return p._map(body, in_specs, (r, p._of(trainable)))(frozen, trainable, x, at, target, temperature, cotangent)
+    def _rows(self, num: Numerics, tile: int, w: Weights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
+        spec = self.programs.spec
+        block = jax.checkpoint(lambda *a: entropies(spec, num, a[0], a[1], a[2], a[3], tile))
+        return block(w, x, target >= 0, temperature)

@@ -95,7 +95,7 @@ class Programs:
         self._sample = jax.jit(self._sample_program)
         self._logprobs = jax.jit(self._logprobs_program)
         self._values = jax.jit(self._values_program)
-        self._head_vjp = jax.jit(self._head_vjp_program)
+        self._head_vjp = jax.jit(functools.partial(self.head_vjp_program, self._scored))
         self._as_a_tile: dict[int, bool] = {}  # by height of a short tile
 
     @staticmethod
@@ -281,46 +281,54 @@ class Programs:
         in_specs = (self._of(frozen), self._of(trainable), r, r, r, none, none)
         return self._map(body, in_specs, (r, self._of(trainable)))(frozen, trainable, x, rows, dx, inv_freq, window)
 
-    @property
-    def head_paths(self) -> dict[str, str]:
-        """Leaf paths of what the head's weights are called in `SplitWeights.head`."""
-        table = "embed" if self.spec.tied_head else "head"
-        return {"final_norm": "final_norm", "table": table, "value_head": "value_head"}
-
     def head_vjp(
         self, weights: SplitWeights, trainable: frozenset[str], x: jax.Array, at: Any, target: Any, temperature: Any,
         dlogp: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
         """Cotangents of the final hidden rows and of the trained head leaves (`final_norm`, `head` or tied `embed`).
         With a scalar head dlogp is the cotangent of `values`, and the last leaf `value_head`."""
-        paths = self.head_paths
+        return self.head_pull(self._head_vjp, weights, trainable, x, at, target, temperature, dlogp)
+
+    def head_pull(
+        self, program: Callable[..., Any], weights: SplitWeights, trainable: frozenset[str], *rows: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """As `head_vjp`, of what `program` differentiates: a compiled `head_vjp_program`. rows: its arrays."""
+        table = "embed" if self.spec.tied_head else "head"
+        paths = {"final_norm": "final_norm", "table": table, "value_head": "value_head"}
         chosen = {k: v for k, v in weights.head.items() if paths[k] in trainable}
         frozen = {k: v for k, v in weights.head.items() if k not in chosen}
-        dx, grads = self._head_vjp(frozen, chosen, x, at, target, temperature, dlogp)
+        dx, grads = program(frozen, chosen, *rows)
         return dx, {paths[k]: g for k, g in grads.items()}
 
-    def _head_vjp_program(
-        self, frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any
-    ) -> Any:
+    def _scored(self, num: Numerics, tile: int, w: Weights, x: jax.Array, target: Any, temperature: Any) -> jax.Array:
+        """What `head_vjp` differentiates."""
+        if self.spec.scalar_head:
+            return value_head.values(self.spec, num, w, x, target, 0)
+        block = jax.checkpoint(lambda *a: decoder.logprobs(self.spec, num, a[0], a[1], a[2], a[3], tile))
+        return block(w, x, target, temperature)
+
+    def head_vjp_program(
+        self, value: Callable[..., jax.Array], frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any,
+        temperature: Any, cotangent: Any,
+    ) -> Any:  # fmt: skip
+        """To compile, with `value` given: (cotangent of x, of the trained leaves). value(num, tile, weights, rows,
+        target, temperature) -> [M], of the picked rows; tile: rows at a time."""
+
         def body(
-            frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, dlogp: Any
+            frozen: Weights, trainable: Weights, x: Any, at: Any, target: Any, temperature: Any, cotangent: Any
         ) -> Any:
             num, tile = self._backward_num, backward_tile(at.shape[0])
             fixed = self.gathered(frozen, num)
 
             def forward(t: Weights, y: jax.Array) -> jax.Array:
-                w = {**fixed, **self.gathered(t, num)}
-                if self.spec.scalar_head:
-                    return value_head.values(self.spec, num, w, y[at], target, 0)
-                block = jax.checkpoint(lambda *a: decoder.logprobs(self.spec, num, a[0], a[1], a[2], a[3], tile))
-                return block(w, y[at], target, temperature)
+                return value(num, tile, {**fixed, **self.gathered(t, num)}, y[at], target, temperature)
 
-            return self._vjp_body(forward, trainable, x, dlogp)
+            return self._vjp_body(forward, trainable, x, cotangent)
 
         r = self.rows_spec
         in_specs = (self._of(frozen), self._of(trainable), r, r, r, r, r)
         out_specs = (r, self._of(trainable))
-        return self._map(body, in_specs, out_specs)(frozen, trainable, x, at, target, temperature, dlogp)
+        return self._map(body, in_specs, out_specs)(frozen, trainable, x, at, target, temperature, cotangent)
 
     def embed_vjp(self, weights: SplitWeights, tokens: jax.Array, dx: jax.Array) -> jax.Array:
         """Cotangent of the embedding table."""
