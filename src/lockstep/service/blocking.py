@@ -1,13 +1,15 @@
-"""Requests for callers who wait for the answer."""
+"""Requests for callers who wait for the answer, in a thread or in an event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 
 from lockstep.errors import ServiceError
-from lockstep.service.requests import Ended, RolloutRequest, Rollouts
+from lockstep.service.requests import ClientEvent, Ended, OnEvent, RolloutRequest, Rollouts
 from lockstep.types import PolicyVersion, Prompt, SamplingParams
 
 
@@ -31,6 +33,33 @@ def run_all(rollouts: Rollouts, requests: Iterable[RolloutRequest]) -> list[Ende
         raise
     found = dict(ends.get() for _ in sent)
     return [found[number] for number in range(len(sent))]
+
+
+async def ended(
+    rollouts: Rollouts, request: RolloutRequest, given_up: str, on_event: OnEvent = lambda event: None
+) -> Ended:
+    """Submit one and wait for its end. on_event: told, in the service's threads, what comes before it. given_up: why it
+    is cancelled when the caller is. Raises as `Rollouts.submit` does."""
+    loop = asyncio.get_running_loop()
+    end: asyncio.Future[Ended] = loop.create_future()
+
+    def tell(event: Ended) -> None:
+        if not end.done():  # a request that was given up ends too
+            end.set_result(event)
+
+    def hear(event: ClientEvent) -> None:
+        if isinstance(event, Ended):
+            with suppress(RuntimeError):  # the loop is closed: the run is over
+                loop.call_soon_threadsafe(tell, event)
+        else:
+            on_event(event)
+
+    rollouts.submit(request, hear)
+    try:
+        return await end
+    except asyncio.CancelledError:
+        rollouts.cancel(request.id, given_up)
+        raise
 
 
 def score(

@@ -14,9 +14,7 @@ import asyncio
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ from lockstep.errors import LockstepError, QueueFullError, TokenizerError
 from lockstep.loading import describe_exception, load_function
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.engine import request_seed
+from lockstep.service.blocking import ended
 from lockstep.service.requests import (
     ClientEvent,
     Ended,
@@ -283,33 +282,18 @@ class Episodes:
             raise TurnLost("failed", str(error)) from error
 
     async def _turn(self, request: RolloutRequest, on_event: OnEvent) -> Trajectory:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Ended] = loop.create_future()
-
-        def tell(event: Ended) -> None:
-            if not ended.done():  # a request that was given up ends too
-                ended.set_result(event)
-
         def hear(event: ClientEvent) -> None:
             if isinstance(event, Started):
                 on_event(event)
-            elif isinstance(event, Ended):
-                with suppress(RuntimeError):  # the loop is closed: the run is over
-                    loop.call_soon_threadsafe(partial(tell, event))
 
         while True:
             try:
-                self._rollouts.submit(request, hear)
+                found = await ended(self._rollouts, request, "its group ended", hear)
                 break
             except QueueFullError:
                 await asyncio.sleep(FULL_S)
             except LockstepError as error:
                 raise TurnLost("failed", str(error)) from error
-        try:
-            found = await ended
-        except asyncio.CancelledError:
-            self._rollouts.cancel(request.id, "its group ended")
-            raise
         if found.outcome != "finished":
             raise TurnLost(found.outcome, found.reason)
         (drawn,) = found.trajectories

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from contextlib import suppress
 
 from lockstep.config import RewardJudge
 from lockstep.envs.asking import Answer, AskError
 from lockstep.errors import ConfigError, LockstepError, QueueFullError
 from lockstep.models.tokenizer import Tokenizer
-from lockstep.service.requests import ClientEvent, Ended, RolloutRequest, Rollouts
+from lockstep.service.blocking import ended
+from lockstep.service.requests import Ended, RolloutRequest, Rollouts
 from lockstep.types import PolicyVersion, Prompt, SamplingParams
 
 
@@ -64,41 +63,24 @@ class RolloutAsker:
         params = SamplingParams(0.0, judge.max_tokens, tokenizer.eos_ids)
         prompt = Prompt(f"judge/{judge.name}/{next(self._numbers)}", text, tuple(ids))
         request = RolloutRequest(prompt, (0,), params, min_version=policy.number)
-        ended = await self._ended(rollouts, request)
-        if ended.outcome != "finished":
-            raise AskError(f"its request {ended.outcome}: {ended.reason}", retry=True)
-        if ended.policy != policy:
-            raise AskError(f"{ended.policy} answered instead of {policy}", retry=True)
-        (answer,) = ended.trajectories
+        end = await self._ended(rollouts, request)
+        if end.outcome != "finished":
+            raise AskError(f"its request {end.outcome}: {end.reason}", retry=True)
+        if end.policy != policy:
+            raise AskError(f"{end.policy} answered instead of {policy}", retry=True)
+        (answer,) = end.trajectories
         return Answer(tokenizer.decode(answer.completion_ids.tolist()), answer.finish_reason == "length")
 
     async def close(self) -> None:
         """Nothing: the sampler is the cluster's."""
 
     async def _ended(self, rollouts: Rollouts, request: RolloutRequest) -> Ended:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Ended] = loop.create_future()
-
-        def tell(event: Ended) -> None:
-            if not ended.done():  # a request that was given up ends too
-                ended.set_result(event)
-
-        def hear(event: ClientEvent) -> None:
-            if isinstance(event, Ended):
-                with suppress(RuntimeError):  # the loop is closed: the run is over
-                    loop.call_soon_threadsafe(tell, event)
-
         try:
-            rollouts.submit(request, hear)
+            return await ended(rollouts, request, "the judge's deadline passed")
         except QueueFullError as error:
             raise AskError(str(error), retry=True) from error
         except LockstepError as error:
             raise AskError(str(error), retry=False) from error
-        try:
-            return await ended
-        except asyncio.CancelledError:
-            rollouts.cancel(request.id, "the judge's deadline passed")
-            raise
 
     def _ids(self, tokenizer: Tokenizer, text: str) -> list[int]:
         judge = self._judge
