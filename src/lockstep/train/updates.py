@@ -60,7 +60,8 @@ def correction(
 @dataclass(frozen=True)
 class Work:
     """What a step trains on. advantages: per sample, of all its tokens or [T]. returns: for the critic, [T] each, or
-    None. stale, trunks: as `Trainer.step` takes them, of the batch in its order. recompute: used only if needed."""
+    None. stale, trunks: as `Trainer.step` takes them, of the batch in its order. recompute: asked for what the first
+    part does not show."""
 
     number: int
     batch: Sequence[Trajectory]
@@ -85,10 +86,14 @@ def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Ge
     plan = [[real[p] if len(cuts) > 1 else whole for p in cuts] for cuts in drawn]
     alone = critic is not None and critic.trains_alone(work.number - 1)
     corrects = settings.correction != "none"
-    now = work.recompute(batch) if sum(map(len, plan)) > 1 or corrects or alone else None
+    now: list[np.ndarray | None] = [None] * len(batch)
+    # The first part's come out of its own update, before which no weight has moved.
+    asked = whole if corrects or alone else np.setdiff1d(whole, plan[0][0])
+    if len(asked):
+        for i, lp in zip(asked, work.recompute([batch[i] for i in asked.tolist()]), strict=True):
+            now[i] = lp
     weighed, counts = _weighed(settings, batch, work.advantages, now if corrects else None)
     if alone:
-        assert now is not None
         trainer.require_records(batch, [work.stale.get(i, lp) for i, lp in enumerate(now)])
     results: list[StepResult] = []
     values: list[dict[str, float]] = []
@@ -103,21 +108,22 @@ def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Ge
                 results.append(trainer.step(micro, chosen, work.number - 1 if done is None else done, own, held))
             if critic is not None and work.returns is not None:
                 values.append(_critic_step(critic, chosen, [work.returns[i] for i in indices], work.number))
-    value_metrics = _means(values)
-    if now is None:
-        return StepResult(results[0].metrics | {"updates": 1} | counts | value_metrics, results[0].logprobs)
-    metrics = _means([r.metrics for r in results]) | counts | {"updates": len(results)}
+    counts |= _means(values) | {"updates": len(results)}
+    if len(results) == 1:
+        return StepResult(results[0].metrics | counts, results[0].logprobs)
     if results:
-        metrics["lr"] = results[-1].metrics["lr"]
+        for i, lp in zip(plan[0][0].tolist(), results[0].logprobs, strict=True):
+            now[i] = lp
+        counts["lr"] = results[-1].metrics["lr"]
     held_pairs = [
         (t.logprobs, lp)
         for i, (t, mine) in enumerate(zip(batch, now, strict=True))
         if mine is not None and (lp := work.stale.get(i, mine)) is not None
     ]
     if held_pairs:
-        metrics |= mismatch(np.concatenate([a for a, _ in held_pairs]), np.concatenate([b for _, b in held_pairs]))
-    metrics["tokens/trained"] = sum(t.num_sampled for t in batch)
-    return StepResult(metrics | value_metrics, list(now))
+        counts |= mismatch(np.concatenate([a for a, _ in held_pairs]), np.concatenate([b for _, b in held_pairs]))
+    counts["tokens/trained"] = sum(t.num_sampled for t in batch)
+    return StepResult(_means([r.metrics for r in results]) | counts, now)
 
 
 def _critic_step(critic: Critic, chosen: Sequence[Trajectory], returns: Sequence[np.ndarray], number: int) -> Any:
@@ -130,7 +136,7 @@ def _critic_step(critic: Critic, chosen: Sequence[Trajectory], returns: Sequence
 def _held_against(
     indices: Sequence[int],
     stale: Mapping[int, np.ndarray | None],
-    now: Sequence[np.ndarray | None] | None,
+    now: Sequence[np.ndarray | None],
     *,
     first: bool,
     again: bool,
@@ -144,7 +150,6 @@ def _held_against(
         elif i in stale:
             found[place] = stale[i]
         elif not first:
-            assert now is not None
             found[place] = now[i]
     return found
 
@@ -154,7 +159,7 @@ def _weighed(
     batch: Sequence[Trajectory],
     advantages: Sequence[np.ndarray | float],
     now: Sequence[np.ndarray | None] | None,
-) -> tuple[list[Weighed], dict[str, float]]:
+) -> tuple[list[Weighed], dict[str, Any]]:
     """(what the loss reads, correction/mean and the fraction of tokens at the cap)."""
     if now is None:
         return [Weighed(a) for a in advantages], {}
