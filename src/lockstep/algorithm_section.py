@@ -141,9 +141,12 @@ class AlgorithmConfig(Section):
         return self.name in OWN
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether a term uses the reference's log-probabilities."""
-        return self.kl_coef > 0
+    def kl_in_loss(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "loss"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "reward"
 
     def keys_of_others(self) -> list[str]:
         """Names of the keys that have no effect with this algorithm."""

@@ -78,7 +78,5 @@ def whitened(per_token: Sequence[np.ndarray], std_epsilon: float) -> list[np.nda
 
 def by_token(samples: Samples, per_token: Sequence[np.ndarray], returns: Sequence[np.ndarray] | None) -> Advantages:
     """Advantages that differ within a sample, with the counts of its groups."""
-    r, groups = samples.outcomes, samples.groups
-    flat = sum(bool(r[m].min() == r[m].max()) for m in groups.values())
     means = np.array([a.mean() if len(a) else 0.0 for a in per_token])
-    return Advantages(means, flat, len(groups), per_token=per_token, returns=returns)
+    return replace(per_group(samples, lambda r: r), per_sample=means, per_token=per_token, returns=returns)

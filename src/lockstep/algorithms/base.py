@@ -139,7 +139,7 @@ class Algorithm:
 
     @property
     def kl_in_loss(self) -> bool:
-        return self.settings.kl_coef > 0 and self.settings.kl_in == "loss"
+        return self.settings.kl_in_loss
 
     def advantages(self, samples: Samples) -> Advantages:
         """From a step's whole batch."""

@@ -8,25 +8,26 @@ trained on. Ratios play no part, so a batch may be used several times without a 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lockstep.algorithms.advantages import per_group
 from lockstep.algorithms.base import Advantages, Algorithm, Samples
 from lockstep.algorithms.losses import Tokens
 
 
 class RAFT(Algorithm):
     def advantages(self, samples: Samples) -> Advantages:
-        r, chosen, flat, groups = samples.outcomes, np.zeros(len(samples.rewards)), 0, samples.groups
-        for members in groups.values():
-            own = r[members]
-            if own.min() == own.max():
-                flat += 1
-                continue
-            best = np.argsort(-own, kind="stable")[: self.settings.best_of]
-            chosen[np.asarray(members)[best]] = 1.0
-        return Advantages(chosen, flat, len(groups), used=chosen > 0)
+        def best(outcomes: np.ndarray) -> np.ndarray:
+            chosen = np.zeros(len(outcomes))
+            chosen[np.argsort(-outcomes, kind="stable")[: self.settings.best_of]] = 1.0
+            return chosen
+
+        found = per_group(samples, best)
+        return replace(found, used=found.per_sample > 0)
 
     def objective(self, logp: jax.Array, ratio: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         return tokens.advantage * logp, jnp.zeros_like(logp, bool)

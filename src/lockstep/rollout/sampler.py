@@ -186,12 +186,10 @@ class Sampler:
         listed = self._score(
             weights, x, [[(w.row, int(i), w.params.temperature) for w in own for i in likely[id(w)]] for own in wanted]
         )
-        ends = [np.cumsum([len(likely[id(w)]) for w in own])[:-1] for own in wanted]
-        of_each = {
-            id(w): values
-            for own, found, cuts in zip(wanted, listed, ends, strict=True)
-            for w, values in zip(own, np.split(found, cuts), strict=False)
-        }
+        of_each = {}
+        for own, found in zip(wanted, listed, strict=True):
+            for w in own:
+                of_each[id(w)], found = np.split(found, [len(likely[id(w)])])
         return {
             id(w): Drawn(
                 w.sequence,

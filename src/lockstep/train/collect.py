@@ -125,7 +125,7 @@ class Collector:
                 "dynamic/surplus_groups": len(groups) - len(chosen),
             }
         algorithm, trunks = self.cluster.trainer.algorithm, None
-        if self._kl_in_reward:
+        if self.config.algorithm.kl_in_reward:
             kept, _ = with_reference(self.cluster, kept)
         if self.cluster.critic is not None:
             values = self.cluster.critic.values(kept)
@@ -133,7 +133,7 @@ class Collector:
         groups_found = algorithm.advantages(self.samples(kept))
         picked, silent = self._select(kept, groups_found, number)
         batch = [kept[i] for i in picked]
-        if not self._kl_in_reward:
+        if not self.config.algorithm.kl_in_reward:
             batch, trunks = with_reference(self.cluster, batch)
         return Experience(
             [p for b in found.asked for p in b.prompts],
@@ -148,17 +148,13 @@ class Collector:
             found.asked,
         )
 
-    @property
-    def _kl_in_reward(self) -> bool:
-        return self.config.algorithm.kl_coef > 0 and self.config.algorithm.kl_in == "reward"
-
     def samples(self, kept: Sequence[Trajectory]) -> Samples:
         """As the algorithm takes them: rewards less the overlong penalty, and where the KL is in the reward each
         token's share of it."""
         s = self.config.algorithm
         lengths = np.array([t.num_sampled for t in kept])
         penalties = None
-        if self._kl_in_reward:
+        if s.kl_in_reward:
             penalties = [s.kl_coef * _kl(s.kl_estimator, t) for t in kept]
         earned = [t.earned for t in kept] if any(t.turn_rewards is not None for t in kept) else None
         return Samples.of(
