@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lockstep.envs.adapters import reasoning_gym
 from lockstep.envs.multi_turn import Turn
 from lockstep.envs.tools import Calculator, ToolCall, ToolError, calculator, parse_call
+from lockstep.errors import ConfigError
 
 
 def test_calls_are_read_in_both_forms() -> None:
@@ -92,3 +93,11 @@ def test_the_pages_environments_do_what_it_says() -> None:
     row = {"capitals": {"France": "Paris"}, "answer": "Paris"}
     steps = asyncio.run(play(made["my_tools.py"]["make"](row, 0), "<tool>capital: France</tool>", "It is Paris."))
     assert steps[0].observation.text == "Paris" and steps[1].reward == 1.0
+
+
+def test_a_scorer_that_runs_what_the_model_wrote_is_no_environment(tmp_path) -> None:
+    """An environment is in lockstep's own process, so what a worker's deadline would end must not begin."""
+    gym = pytest.importorskip("reasoning_gym")
+    row = gym.create_dataset("spiral_matrix", size=1, seed=0)[0]
+    with pytest.raises(ConfigError, match="the scorer of reasoning-gym's 'spiral_matrix' runs text that the model"):
+        reasoning_gym(row, 0)
