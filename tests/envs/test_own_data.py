@@ -81,7 +81,8 @@ def test_the_function_on_the_page_works(sorting):
 
 def test_every_key_and_message_on_the_page_exists():
     """Messages of the table are cut from the sources; a message that changed there must change on the page."""
-    sources = "".join(path.read_text() for path in (ROOT / "src" / "lockstep" / "envs").glob("*.py"))
+    code = ROOT / "src" / "lockstep"
+    sources = "".join(path.read_text() for path in [*(code / "envs").glob("*.py"), code / "loading.py"])
     for part in (
         "broken JSON at column",
         "(task.prompt_column)",
