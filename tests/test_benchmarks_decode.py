@@ -184,6 +184,9 @@ def test_worker_does_jobs_survives_failures_and_is_stopped_in_between(counting: 
             worker_.do(JOB | {"seed": 15})
         assert worker_.alive and worker_.do(JOB | {"seed": 1})["tokens"] == 5
         if Path("/proc/self/stat").is_file():
+            patience = time.monotonic() + 10  # the signal is delivered when the process is next scheduled
+            while state(worker_.process.pid) != "T" and time.monotonic() < patience:
+                time.sleep(0.01)
             assert state(worker_.process.pid) == "T"
         assert "a library's chatter" in worker_.log.read_text()
         with pytest.raises(peers.Failed, match=r"(?s)ended with code .*giving up"):
