@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -23,15 +24,12 @@ def accelerators(environment: Mapping[str, str], dev: Path = Path("/dev")) -> tu
     else the device files in `dev` are counted. Raises ConfigError where there are none.
     """
     wanted = [word.strip() for word in environment.get("JAX_PLATFORMS", "").split(",") if word.strip()]
+    cuda = _listed(environment, "CUDA_VISIBLE_DEVICES")
+    tpu = _listed(environment, "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
     found: dict[Kind, list[str]] = {
-        "cuda": _listed(environment, "CUDA_VISIBLE_DEVICES") or _numbered(dev, r"nvidia(\d+)"),
-        "tpu": _listed(environment, "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
-        or _numbered(dev, r"accel(\d+)")
-        or _numbered(dev / "vfio", r"(\d+)"),
+        "cuda": _numbered(dev, r"nvidia(\d+)") if cuda is None else cuda,
+        "tpu": (_numbered(dev, r"accel(\d+)") or _numbered(dev / "vfio", r"(\d+)")) if tpu is None else tpu,
     }
-    for name, variable in (("cuda", "CUDA_VISIBLE_DEVICES"), ("tpu", "TPU_VISIBLE_CHIPS")):
-        if environment.get(variable) in ("", "-1"):  # set so that nothing is to be seen
-            found[name] = []  # type: ignore[index]
     for kind, names in found.items():
         if names and (not wanted or kind in wanted or (kind == "cuda" and "gpu" in wanted)):
             return kind, names
@@ -76,16 +74,13 @@ def replica_environments(
     ]
 
 
-def _listed(environment: Mapping[str, str], *names: str) -> list[str]:
+def _listed(environment: Mapping[str, str], *names: str) -> list[str] | None:
+    """What the first of these variables that is set names; None where none is."""
     for name in names:
-        devices: list[str] = []
-        for word in environment.get(name, "").split(","):
-            if word.strip() in ("", "-1"):  # CUDA sees none of those that follow
-                break
-            devices.append(word.strip())
-        if devices:
-            return devices
-    return []
+        if name in environment:
+            words = (word.strip() for word in environment[name].split(","))
+            return list(takewhile(lambda word: word not in ("", "-1"), words))  # none of those that follow is seen
+    return None
 
 
 def _numbered(folder: Path, pattern: str) -> list[str]:
