@@ -38,7 +38,7 @@ class Latest:
     def lost(self) -> PolicyVersion | None:
         """The version published last, where nobody can serve it again."""
         protocol, latest = self._protocol, self._protocol.latest
-        if latest is None or protocol.closing or protocol.served(latest):
+        if latest is None or protocol.closing or not protocol.behind:
             return None
         coming = any(r.alive and r.staged is not None and r.staged.policy == latest for r in protocol.replicas.values())
         return None if coming or (self.brings is not None and self.brings(latest)) else latest

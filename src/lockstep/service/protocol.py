@@ -258,12 +258,13 @@ class Protocol:
         could run on; one that waits for a version keeps nobody."""
         effects: list[Effect] = []
         kept: set[str] = set()
+        behind = self.behind  # sending changes nothing of it
         for state in self.waiting:
             pin = self.pins[state.request.pin]
             if (end := self._cannot_come(state, pin)) is not None:
                 effects += self._end(state, *end)
                 continue
-            if self.paused is not None:
+            if self.paused is not None or behind:
                 continue
             able = [r for r in self.replicas.values() if self._may_run(r, state, pin)]
             room = [r for r in able if r.name not in kept and self._has_room(r, state.samples)]
@@ -285,7 +286,7 @@ class Protocol:
         alive = [r for r in self.replicas.values() if r.alive]
         if not alive:
             return "no replica is alive"
-        if self.latest is not None and not self.served(self.latest):
+        if self.behind:
             return f"a replica that serves {self.latest} again: it was served last, and an older one will not do"
         if not any(self._may_run(r, state, pin) for r in alive):
             serving = ", ".join(f"{r.name}: {r.active or 'nothing yet'}" for r in alive)
@@ -299,8 +300,6 @@ class Protocol:
     def _may_run(self, replica: ReplicaState, state: RequestState, pin: Pin) -> bool:
         active = replica.active
         if not replica.accepting or active is None or active.number < state.request.min_version:
-            return False
-        if self.latest is not None and not self.served(self.latest):
             return False
         return pin.policy is None or active == pin.policy
 
@@ -322,6 +321,11 @@ class Protocol:
     def served(self, policy: PolicyVersion) -> bool:
         """Whether a replica that is alive serves it."""
         return any(r.alive and r.active == policy for r in self.replicas.values())
+
+    @property
+    def behind(self) -> bool:
+        """Whether nobody serves what was published last."""
+        return self.latest is not None and not self.served(self.latest)
 
     def _send(self, state: RequestState, pin: Pin, replica: ReplicaState) -> Send:
         assert replica.active is not None
