@@ -30,6 +30,9 @@ class Letters:
     def encode(self, text):
         return [ord(c) for c in text]
 
+    def encode_prompt(self, text):
+        return [self.bos_id, *self.encode(text)]
+
     def decode(self, ids):
         return "".join(chr(i) for i in ids if i > 1)
 

@@ -233,6 +233,7 @@ def test_an_adapter_is_merged_into_the_exported_folder(recipe, tmp_path) -> None
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no column": ({"rejected": None}, r"pairs.jsonl:1: 'rejected' must be text, got NoneType"),
+    "no Unicode": ({"chosen": "\ud800"}, r"pairs.jsonl:1: "),
     "the same": ({"rejected": "x", "chosen": "x"}, r":1: the two completions are the same"),
     "too long": ({"chosen": "x" * 40}, r":1: prompt and completion are 44 tokens .* expected 1 to 24 \(max_tokens\)"),
     "messages": ({"prompt": [{"role": "user", "content": "a"}]}, r'a list of messages; template = "plain" takes text'),

@@ -332,6 +332,8 @@ def test_a_prompt_is_what_the_policy_will_be_asked_with(recipe: Make, trainings:
 BAD_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no column": ("sft", {"completion": 3}, r"sft.jsonl:1: 'completion' must be text, got int"),
     "prompt": ("sft", {"prompt": 3}, r":1: the prompt must be text or a list of messages, got 3"),
+    "no Unicode, prompt": ("sft", {"prompt": "\ud800"}, r"sft.jsonl:1: "),
+    "no Unicode, completion": ("dpo", {"chosen": "\ud800"}, r"dpo.jsonl:1: "),
     "empty": ("sft", {"prompt": ""}, r":1: the prompt is empty \(no token\)"),
     "the same": ("dpo", {"rejected": "x", "chosen": "x"}, r"dpo.jsonl:1: the two completions are the same"),
     "too long": ("dpo", {"chosen": "x" * 40}, r":1: prompt and completion are 44 tokens; expected at most 24"),

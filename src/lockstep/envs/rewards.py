@@ -147,18 +147,20 @@ class Reward:
         if self.on_error == "score":
             found["rewards/error_scored"] = self._replaced
         self._kinds, self._replaced = Counter(), 0
-        for scorer in self.scorers.values():
-            if isinstance(scorer, Judge):
-                found |= scorer.counts()
+        for judge in self._judges:
+            found |= judge.counts()
         return found
+
+    @property
+    def _judges(self) -> list[Judge]:
+        return [scorer for scorer in self.scorers.values() if isinstance(scorer, Judge)]
 
     def keep_verdicts(self, run_dir: Path) -> None:
         """Keep what judges say in the run directory, and use what is there. Nothing where there are no judges.
 
         Raises: CheckpointError for a file that holds something else.
         """
-        judges = [scorer for scorer in self.scorers.values() if isinstance(scorer, Judge)]
-        if not judges:
+        if not (judges := self._judges):
             return
         kept = Verdicts(run_dir / "verdicts.sqlite")
         if self.verdicts is not None:
@@ -172,9 +174,8 @@ class Reward:
         if self.pool is not None:
             self.pool.close()
         if self.background is not None:
-            for scorer in self.scorers.values():
-                if isinstance(scorer, Judge):
-                    scorer.close()
+            for judge in self._judges:
+                judge.close()
             self.background.close()
             self.background = None
         if self.verdicts is not None:
@@ -188,10 +189,8 @@ class Reward:
 
     def _run(self, name: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
         found = self.scorers[name].outcomes(prompts, completions, until_failure=self.on_error == "fail")
-        outcomes = []
         for outcome, prompt, completion in zip(found, prompts, completions, strict=True):
             if outcome is None or outcome.kind is None:
-                outcomes.append(outcome)
                 continue
             if self.on_error == "fail":
                 raise RewardError(
@@ -199,9 +198,8 @@ class Reward:
                     f"{short(completion)}. {_REMEDY}"
                 )
             self._kinds[name, outcome.kind] += 1
-            outcomes.append(outcome)
-        assert all(outcome is not None for outcome in outcomes), "only a failure keeps others from being begun"
-        return [outcome for outcome in outcomes if outcome is not None]
+        assert all(outcome is not None for outcome in found), "only a failure keeps others from being begun"
+        return [outcome for outcome in found if outcome is not None]
 
     def _combine(self, outcomes: Mapping[str, Outcome]) -> Score:
         failed = {name: outcome for name, outcome in outcomes.items() if outcome.kind is not None}

@@ -135,6 +135,13 @@ class Tokenizer:
             return self._ids(self._backend, text)
         return self._ids(self._literal, self._without_mark(text))
 
+    def encode_prompt(self, text: str, allow_special: bool = False) -> list[int]:
+        """Ids of a prompt's text, the beginning-of-sequence token before them where the model expects one."""
+        ids = self.encode(text, allow_special=allow_special)
+        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
     def encode_filled(self, template: str, fields: Mapping[str, str]) -> list[int]:
         """Ids of `template.format(**fields)`: special tokens written in the template are tokens, their text in the
         fields is text.

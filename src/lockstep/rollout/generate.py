@@ -63,13 +63,7 @@ def generate(
     tokenizer, spec = loaded.tokenizer, loaded.spec
     made = []
     for number, text in enumerate(prompts):
-        if chat:
-            ids = tokenizer.apply_template([{"role": "user", "content": text}])
-        else:
-            ids = tokenizer.encode(text)
-            if tokenizer.adds_bos:
-                assert tokenizer.bos_id is not None
-                ids.insert(0, tokenizer.bos_id)
+        ids = tokenizer.apply_template([{"role": "user", "content": text}]) if chat else tokenizer.encode_prompt(text)
         made.append(Prompt(f"prompt/{number}", text, tuple(ids)))
     longest = max(len(p.ids) for p in made) + max_new_tokens
     if longest > spec.max_position:

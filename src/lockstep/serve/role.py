@@ -29,7 +29,6 @@ from lockstep.sync.replica import LocalReplica
 from lockstep.sync.transport import Transport
 from lockstep.sync.verify import leaf_digests, tree_digest
 from lockstep.train.assembly import (
-    initial_trainable,
     make_engine,
     make_numerics,
     make_sampling,
@@ -37,6 +36,7 @@ from lockstep.train.assembly import (
 )
 from lockstep.train.policy import split_leaves
 from lockstep.train.syncing import Scorer
+from lockstep.train.trained_model import initial_trainable
 from lockstep.types import Fingerprint, PolicyVersion, SamplingParams
 
 BLANK = PolicyVersion(-1, "")  # weights that programs are compiled with, and nobody is served

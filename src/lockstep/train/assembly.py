@@ -19,11 +19,9 @@ from lockstep.config import Config
 from lockstep.envs.base import Task
 from lockstep.envs.rewards import Reward, make_reward
 from lockstep.envs.tasks import make_task
-from lockstep.errors import ModelError
 from lockstep.models import load_model
 from lockstep.models.catalog import LoadedModel
 from lockstep.models.decoder import Numerics
-from lockstep.models.init import init_leaf
 from lockstep.models.lora import LoraSpec
 from lockstep.models.parts import whole_blocks
 from lockstep.models.quantise import Storage
@@ -35,7 +33,6 @@ from lockstep.rollout.pool_size import head_shares, longest_sequence, pages_of_r
 from lockstep.rollout.stops import split_stops
 from lockstep.service.requests import Rollouts
 from lockstep.sync.replica import LocalReplica
-from lockstep.sync.select import listed
 from lockstep.sync.sync import WeightSync
 from lockstep.sync.verify import check_same, leaf_digests, tree_digest
 from lockstep.train.batching import Geometry
@@ -43,11 +40,12 @@ from lockstep.train.critic import Critic, make_critic
 from lockstep.train.episodes import Episodes, load_environment
 from lockstep.train.judging import RolloutAskers
 from lockstep.train.optimizer import make_optimizer, make_schedule
-from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves
+from lockstep.train.policy import LeafSplit, sampler_dtype, split_leaves
 from lockstep.train.remote import Remote
 from lockstep.train.reward_model import RewardModel, make_reward_models
 from lockstep.train.serving import Local, queue_bound
 from lockstep.train.syncing import make_remote_sync, make_sync, remote_mapping
+from lockstep.train.trained_model import initial_trainable, require_finite
 from lockstep.train.trainer import Trainer
 from lockstep.types import Fingerprint, SamplingParams
 
@@ -142,13 +140,6 @@ def make_numerics(config: Config, lora: LoraSpec | None) -> Numerics:
 
 def make_storage(config: Config) -> Storage:
     return Storage(config.rollout.kv_dtype, config.rollout.weights_dtype)
-
-
-def initial_trainable(params: Mapping[str, np.ndarray], leaves: LeafSplit, seed: int) -> dict[str, np.ndarray]:
-    """A fresh adapter (B zero, so the policy starts as the base), or the model's own weights in the master dtype."""
-    if leaves.lora is not None:
-        return {path: init_leaf(leaf, seed) for path, leaf in leaves.trains.items()}
-    return {path: np.asarray(leaf, TRAINABLE_DTYPE) for path, leaf in params.items()}
 
 
 def build(config: Config, say: Callable[[str], None] | None = None) -> Cluster:
@@ -304,27 +295,12 @@ def make_engine(
     )
 
 
-def not_finite(tree: Mapping[str, jax.Array]) -> list[str]:
-    """Paths of the leaves that hold NaN or infinity."""
-    finite = {path: _all_finite(leaf) for path, leaf in tree.items()}  # all under way before one is waited for
-    return [path for path, flag in finite.items() if not flag]
-
-
-@jax.jit
-def _all_finite(leaf: jax.Array) -> jax.Array:
-    return jnp.isfinite(leaf).all()
-
-
 def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit) -> Trainer:
     """The actor: weights on its mesh, algorithm and optimizer. Raises ModelError for weights that are not finite."""
     programs = Programs(model.spec, make_numerics(config, leaves.lora), dial.mesh("actor"), leaves.all)
     frozen = place(model.params, leaves.frozen, programs.mesh) if leaves.frozen else {}
     trainable = place(initial_trainable(model.params, leaves, config.run.seed), leaves.trains, programs.mesh)
-    if broken := not_finite({**frozen, **trainable}):
-        raise ModelError(
-            f"{model.source}: {len(broken)} leaves hold NaN or infinity: {listed(broken)}; the weights are damaged, "
-            "get them anew"
-        )
+    require_finite({**frozen, **trainable}, model.source)
     algorithm = make_algorithm(config.algorithm, config.max_completion_tokens)
     schedule = make_schedule(config.optim, config.run.steps, config.train.updates_per_step)
     optimizer = make_optimizer(config.optim, schedule)

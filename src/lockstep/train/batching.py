@@ -52,6 +52,13 @@ class MicroBatch:
         for sample, start, stop in self.spans:
             into[sample] = flat[start:stop]
 
+    def flat(self, per_sample: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+        """[row shards * M] float32: each sample's own number, or [T], where its tokens lie; 0 elsewhere."""
+        found = np.zeros(self.target.shape, np.float32)
+        for sample, start, stop in self.spans:
+            found[start:stop] = per_sample[sample]
+        return found
+
 
 @dataclass
 class _Piece:

@@ -89,7 +89,7 @@ class Critic:
             batch.scatter(np.asarray(forward.outputs), found)
             for i, _, _ in batch.spans:
                 _require_finite(trajectories[i], np.asarray(found[i]))
-            tokens = ValueTokens(*put((batch.tokens.mask, _flat(batch, old_values), _flat(batch, returns))))
+            tokens = ValueTokens(*put((batch.tokens.mask, batch.flat(old_values), batch.flat(returns))))
             (_, metrics), dvalues = self._loss(forward.outputs, tokens, num_tokens)
             grads = self.model.gradients(weights, forward, dvalues, grads)
             sums = {name: total + float(metrics[name]) for name, total in sums.items()}
@@ -101,14 +101,6 @@ class Critic:
     def _batches(self, trajectories: Sequence[Trajectory]) -> list[MicroBatch]:
         """Rows and spans; advantages and temperature, which a value does not depend on, are left at 0 and 1."""
         return make_micro_batches(trajectories, np.zeros(len(trajectories)), 1.0, self.geometry)
-
-
-def _flat(batch: MicroBatch, per_sample: Sequence[np.ndarray]) -> np.ndarray:
-    """[row shards * M] float32: each sample's own [T], where its tokens lie; 0 elsewhere."""
-    flat = np.zeros(batch.target.shape, np.float32)
-    for sample, start, stop in batch.spans:
-        flat[start:stop] = per_sample[sample]
-    return flat
 
 
 def _require_fitting(trajectories: Sequence[Trajectory], given: Mapping[str, Sequence[np.ndarray]]) -> None:

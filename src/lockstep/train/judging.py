@@ -87,8 +87,7 @@ class RolloutAsker:
         if judge.template == "chat":
             system = [] if judge.system is None else [{"role": "system", "content": judge.system}]
             return tokenizer.apply_template([*system, {"role": "user", "content": text}])
-        bos = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
-        return [*bos, *tokenizer.encode(text)]
+        return tokenizer.encode_prompt(text)
 
     def _published(self) -> PolicyVersion:
         published = self._askers.seat[0].status().published

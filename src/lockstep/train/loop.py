@@ -36,7 +36,7 @@ from lockstep.sync.select import listed
 from lockstep.sync.snapshot import Snapshot
 from lockstep.text import sanitize
 from lockstep.train import rundir
-from lockstep.train.assembly import Cluster, build, not_finite
+from lockstep.train.assembly import Cluster, build
 from lockstep.train.clock import Clock
 from lockstep.train.collect import Collector, Experience, rounds_busy
 from lockstep.train.record import (
@@ -51,6 +51,7 @@ from lockstep.train.rollouts import Batches
 from lockstep.train.rundir import ResumePoint
 from lockstep.train.scoring import under, under_snapshot
 from lockstep.train.stale import Snapshots, staleness, versions_kept
+from lockstep.train.trained_model import not_finite
 from lockstep.train.trainer import StepResult
 from lockstep.train.updates import Work, update
 from lockstep.train.watchdog import Watchdog

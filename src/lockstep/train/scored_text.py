@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, TokenizerError
 from lockstep.models.tokenizer import Tokenizer
 
 Template = Literal["plain", "chat"]
@@ -37,25 +37,24 @@ class ScoredText:
             )
 
     def ids(self, prompt: str | Sequence[Mapping[str, Any]], completion: str, where: str) -> np.ndarray:
-        """[S] int32. prompt: text, or (chat only) messages. Raises DataError, naming `where`, for a sequence that is
-        empty or too long: none is ever cut."""
-        if self.template == "chat":
-            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            answer = {"role": "assistant", "content": completion}
-            ids = self.tokenizer.apply_template([*turns, answer], add_generation_prompt=False)
-        elif isinstance(prompt, str):
-            ids = self._start() + self.tokenizer.encode(prompt) + self.tokenizer.encode(completion)
-        else:
-            raise DataError(f'{where}: the prompt is a list of messages; template = "plain" takes text')
+        """[S] int32. prompt: text, or (chat only) messages. Raises DataError, naming `where`, for text that is refused
+        and a sequence that is empty or too long: none is ever cut."""
+        try:
+            if self.template == "chat":
+                turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+                answer = {"role": "assistant", "content": completion}
+                ids = self.tokenizer.apply_template([*turns, answer], add_generation_prompt=False)
+            elif isinstance(prompt, str):
+                ids = self.tokenizer.encode_prompt(prompt) + self.tokenizer.encode(completion)
+            else:
+                raise DataError(f'{where}: the prompt is a list of messages; template = "plain" takes text')
+        except TokenizerError as error:
+            raise DataError(f"{where}: {error}") from error
         return self._checked(ids, where)
 
     def continued(self, prompt_ids: Sequence[int], completion: str, where: str) -> np.ndarray:
         """[S] int32: the same behind a prompt that already is ids of this tokenizer."""
         return self._checked([*prompt_ids, *self.tokenizer.encode(completion)], where)
-
-    def _start(self) -> list[int]:
-        bos = self.tokenizer.bos_id
-        return [bos] if self.tokenizer.adds_bos and bos is not None else []
 
     def _checked(self, ids: list[int], where: str) -> np.ndarray:
         ids = ids + self.tokenizer.encode(self.end, allow_special=True)

@@ -19,6 +19,7 @@ from lockstep.config import OptimConfig
 from lockstep.errors import ModelError, NumericsError
 from lockstep.models.catalog import LoadedModel
 from lockstep.models.init import init_leaf
+from lockstep.sync.select import listed
 from lockstep.train.batching import MicroBatch
 from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
 from lockstep.train.optimizer import make_optimizer, make_schedule, placed
@@ -121,6 +122,35 @@ def _outputs(programs: Programs, weights: SplitWeights, device: DeviceBatch, x: 
     return programs.logprobs(weights, picked, device.target, device.temperature)
 
 
+def initial_trainable(params: Mapping[str, np.ndarray], leaves: LeafSplit, seed: int) -> dict[str, np.ndarray]:
+    """A fresh adapter (B zero, so that the model starts as its base), and the model's own weights in the master
+    dtype."""
+    return {
+        path: np.asarray(params[path], TRAINABLE_DTYPE) if path in params else init_leaf(leaf, seed)
+        for path, leaf in leaves.trains.items()
+    }
+
+
+def require_finite(tree: Mapping[str, jax.Array], source: str) -> None:
+    """Raise ModelError for loaded weights that hold NaN or infinity."""
+    if broken := not_finite(tree):
+        raise ModelError(
+            f"{source}: {len(broken)} leaves hold NaN or infinity: {listed(broken)}; the weights are damaged, get them "
+            "anew"
+        )
+
+
+def not_finite(tree: Mapping[str, jax.Array]) -> list[str]:
+    """Paths of the leaves that hold NaN or infinity."""
+    finite = {path: _all_finite(leaf) for path, leaf in tree.items()}  # all under way before one is waited for
+    return [path for path, flag in finite.items() if not flag]
+
+
+@jax.jit
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
+
+
 def make_trained_model(
     model: LoadedModel,
     programs: Programs,
@@ -141,15 +171,7 @@ def make_trained_model(
         frozen = {path: shared[path] for path in leaves.frozen}
     else:
         frozen = place({path: model.params[path] for path in leaves.frozen}, leaves.frozen, mesh)
-    start = {
-        path: np.asarray(model.params[path], TRAINABLE_DTYPE) if path in model.params else init_leaf(leaf, seed)
-        for path, leaf in leaves.trains.items()
-    }
-    trainable = place(start, leaves.trains, mesh)
-    if broken := [p for p, a in {**frozen, **trainable}.items() if not bool(jnp.isfinite(a).all())]:
-        raise ModelError(
-            f"{model.source}: {len(broken)} leaves hold NaN or infinity, {broken[0]} first; the weights are damaged, "
-            "get them anew"
-        )
+    trainable = place(initial_trainable(model.params, leaves, seed), leaves.trains, mesh)
+    require_finite({**frozen, **trainable}, model.source)
     schedule = make_schedule(optim, *steps)
     return TrainedModel(programs, frozen, trainable, make_optimizer(optim, schedule), schedule)

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.stops import split_stops
 from lockstep.service.http.errors import bad
 from lockstep.service.http.fields import ChatRequest, Completing, CompletionRequest, Sampling
@@ -135,7 +134,7 @@ def completion_prompts(body: CompletionRequest, served: Served, limits: Limits) 
     for prompt in given:
         if isinstance(prompt, str):
             _check_text(prompt, limits, "prompt")
-            ids = text_ids(served.tokenizer, prompt, bool(body.allow_special))
+            ids = served.tokenizer.encode_prompt(prompt, allow_special=bool(body.allow_special))
             found.append((prompt, ids))
         else:
             check_prompt(len(prompt), served, limits, "prompt")
@@ -146,14 +145,6 @@ def completion_prompts(body: CompletionRequest, served: Served, limits: Limits) 
         if not ids:
             raise bad("prompt: it has no tokens; there is nothing to complete", "prompt")
     return found
-
-
-def text_ids(tokenizer: Tokenizer, text: str, allow_special: bool = False) -> list[int]:
-    """Ids of a prompt's text, the beginning-of-sequence token before them where the model expects one."""
-    ids = tokenizer.encode(text, allow_special=allow_special)
-    if tokenizer.adds_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids.insert(0, tokenizer.bos_id)
-    return ids
 
 
 def chat_prompt(body: ChatRequest, served: Served, limits: Limits) -> list[int]:

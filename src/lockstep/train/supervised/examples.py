@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -58,8 +59,10 @@ class Examples(Generic[T]):
         return replace(self, train=change(self.train), held_out=change(self.held_out))
 
 
+@lru_cache(maxsize=1)
 def _order(seed: int, what: str, count: int) -> np.ndarray:
-    """A permutation by raw PCG64 words, a stream that NumPy keeps across versions."""
+    """A permutation by raw PCG64 words, a stream that NumPy keeps across versions. An epoch asks for its own at every
+    update."""
     words = np.random.PCG64(derive_seed(seed, "examples", what)).random_raw(count)
     return np.argsort(words, kind="stable")
 

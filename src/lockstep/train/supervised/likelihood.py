@@ -73,25 +73,24 @@ class PromptedText:
         return PromptedText(tokenizer, wanted.template, end, wanted.max_tokens)
 
     def ids(self, prompt: str | list[Any], completions: Sequence[str], where: str) -> Continuations:
-        """Raises DataError, naming `where`, for a prompt or completion without tokens or too long: none is ever cut."""
-        made = np.array(self._prompt(prompt, where), np.int32)
-        if not len(made):
-            raise DataError(f"{where}: the prompt is empty (no token); a policy needs at least one to go on from")
-        found = tuple(self._completion(text, len(made), where) for text in completions)
-        return Continuations(made, found)
+        """Raises DataError, naming `where`, for a prompt or completion that is refused, without tokens or too long:
+        none is ever cut."""
+        try:
+            made = np.array(self._prompt(prompt, where), np.int32)
+            if not len(made):
+                raise DataError(f"{where}: the prompt is empty (no token); a policy needs at least one to go on from")
+            return Continuations(made, tuple(self._completion(text, len(made), where) for text in completions))
+        except TokenizerError as error:
+            raise DataError(f"{where}: {error}") from error
 
     def _prompt(self, prompt: str | list[Any], where: str) -> list[int]:
         tokenizer = self.tokenizer
         if self.template == "chat":
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            try:
-                return tokenizer.apply_template(turns)
-            except TokenizerError as error:
-                raise DataError(f"{where}: {error}") from error
+            return tokenizer.apply_template(turns)
         if not isinstance(prompt, str):
             raise DataError(f'{where}: the prompt is a list of messages; template = "plain" takes text')
-        first = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
-        return first + tokenizer.encode(prompt)
+        return tokenizer.encode_prompt(prompt)
 
     def _completion(self, text: str, before: int, where: str) -> np.ndarray:
         ids = self.tokenizer.encode(text) + self.tokenizer.encode(self.end, allow_special=True)
@@ -130,10 +129,7 @@ class LikelihoodObjective(Objective[Continuations]):
             into[i] = flat[start:stop].sum(dtype=np.float64)
 
     def spread(self, batch: MicroBatch, slopes: np.ndarray) -> np.ndarray:
-        flat = np.zeros(batch.target.shape, np.float32)
-        for i, start, stop in batch.spans:
-            flat[start:stop] = slopes[i]
-        return flat
+        return batch.flat(slopes)
 
     def num_sequences(self, items: Sequence[Continuations]) -> int:
         return sum(len(item.completions) for item in items)
@@ -148,15 +144,7 @@ class SftObjective(LikelihoodObjective):
         self._text = PromptedText.of(recipe, model.tokenizer)
         self._loss = jax.jit(jax.value_and_grad(sft, has_aux=True))
 
-    def read(self) -> Examples[Continuations]:
-        return Examples.read(self._wanted, self._columns.table, self._example, self._seed)
-
-    def prepared(
-        self, examples: Examples[Continuations], trainer: SupervisedTrainer[Continuations], say: Say | None
-    ) -> Examples[Continuations]:
-        return examples
-
-    def _example(self, row: Row, where: str) -> Continuations:
+    def example(self, row: Row, where: str) -> Continuations:
         prompt = self._columns.prompt(row, self._wanted.prompt_column, where)
         text = self._columns.text(row, "completion_column", self._wanted.completion_column, where)
         return self._text.ids(prompt, [text], where)
@@ -179,9 +167,6 @@ class DpoObjective(LikelihoodObjective):
         self._text = PromptedText.of(recipe, model.tokenizer)
         self._loss = jax.jit(jax.value_and_grad(partial(dpo, beta=recipe.dpo.beta), has_aux=True))
 
-    def read(self) -> Examples[Continuations]:
-        return Examples.read(self._wanted, self._columns.table, self._example, self._seed)
-
     def prepared(
         self, examples: Examples[Continuations], trainer: SupervisedTrainer[Continuations], say: Say | None
     ) -> Examples[Continuations]:
@@ -195,7 +180,7 @@ class DpoObjective(LikelihoodObjective):
 
         return examples.mapped(change)
 
-    def _example(self, row: Row, where: str) -> Continuations:
+    def example(self, row: Row, where: str) -> Continuations:
         wanted = self._wanted
         prompt = self._columns.prompt(row, wanted.prompt_column, where)
         texts = self._columns.pair(row, wanted.chosen_column, wanted.rejected_column, where)

@@ -19,7 +19,7 @@ from lockstep.models.catalog import LoadedModel
 from lockstep.models.fetch import Say
 from lockstep.models.spec import ModelSpec
 from lockstep.train.batching import Geometry, MicroBatch
-from lockstep.train.supervised.examples import Examples
+from lockstep.train.supervised.examples import Columns, Examples, Row
 from lockstep.train.trained_model import Forward, TrainedModel
 
 T = TypeVar("T")
@@ -31,6 +31,9 @@ class Objective(ABC, Generic[T]):
 
     NAME: ClassVar[str]
     LINEAR: ClassVar[bool] = False
+    _wanted: Any  # the recipe's own table, an `ExamplesConfig`
+    _seed: int
+    _columns: Columns
 
     @classmethod
     @abstractmethod
@@ -47,12 +50,16 @@ class Objective(ABC, Generic[T]):
         """Raises ConfigError where the two do not fit each other."""
 
     @abstractmethod
+    def example(self, row: Row, where: str) -> T:
+        """Of a row of the data. Raises DataError, naming `where`, for one that will not do."""
+
     def read(self) -> Examples[T]:
         """The data. Raises DataError, naming the row, for one that will not do."""
+        return Examples.read(self._wanted, self._columns.table, self.example, self._seed)
 
-    @abstractmethod
     def prepared(self, examples: Examples[T], trainer: SupervisedTrainer[T], say: Say | None) -> Examples[T]:
         """With what the start weights have to say about them. Called once, before the first update."""
+        return examples
 
     @abstractmethod
     def lay_out(self, items: Sequence[T], geometry: Geometry) -> list[MicroBatch]:

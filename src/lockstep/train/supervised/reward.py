@@ -20,8 +20,8 @@ from lockstep.supervised_recipe import RewardRecipe
 from lockstep.train.batching import Geometry, MicroBatch
 from lockstep.train.scored_text import ScoredText
 from lockstep.train.sequences import at_last, last_of, sequence_batches
-from lockstep.train.supervised.examples import Columns, Examples, Row
-from lockstep.train.supervised.objective import Objective, SupervisedTrainer
+from lockstep.train.supervised.examples import Columns, Row
+from lockstep.train.supervised.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,7 @@ class PairObjective(Objective[Pair]):
         self._text = ScoredText(model.tokenizer, wanted.template, wanted.end, wanted.max_tokens)
         self._loss = jax.jit(jax.value_and_grad(bradley_terry, has_aux=True))
 
-    def read(self) -> Examples[Pair]:
-        return Examples.read(self._wanted, self._columns.table, self._pair, self._seed)
-
-    def prepared(self, examples: Examples[Pair], trainer: SupervisedTrainer[Pair], say: Say | None) -> Examples[Pair]:
-        return examples
-
-    def _pair(self, row: Row, where: str) -> Pair:
+    def example(self, row: Row, where: str) -> Pair:
         wanted, columns = self._wanted, self._columns
         prompt = columns.prompt(row, wanted.prompt_column, where)
         texts = columns.pair(row, wanted.chosen_column, wanted.rejected_column, where)
