@@ -111,7 +111,7 @@ class AlgorithmConfig(Section):
         "none",
         "For tokens that other arithmetic (numerics fast) or older weights sampled: weigh them with the probability "
         "under the weights that train over the recorded one, per token or per completion (product), truncated at "
-        "correction_cap, or masked where above it.",
+        "correction_cap, or masked where above it or below 1 / correction_cap.",
         also=("importance_sampling_correction", "tis"),
     )
     correction_cap: Float = key(2.0, "Largest weight of the correction.", gt=0, also=("tis_threshold",))

@@ -91,7 +91,7 @@ class Config(Section):
         if not (isinstance(data, dict) and isinstance(data.get("cluster", {}), dict)):
             return data
         reward, cluster = data.get("reward"), dict(data.get("cluster", {}))
-        there = {"critic": data.get("critic"), "reward": isinstance(reward, dict) and reward.get("models")}
+        there = {"critic": data.get("critic") is not None, "reward": isinstance(reward, dict) and reward.get("models")}
         for role in (role for role, wanted in there.items() if wanted):
             cluster[role] = "actor" if cluster.get(role) is None else cluster[role]
         return {**data, "cluster": cluster} if cluster else data
@@ -185,10 +185,17 @@ def _misfits(config: Config) -> Iterator[str]:
             f'`train.select_count` = {train.select_count} has no effect with `train.select` = "all"; leave it out, or '
             'use `train.select` = "informative"'
         )
-    if config.optim.warmup_steps > config.run.steps:
+    alone = 0 if config.critic is None else config.critic.warmup_steps
+    if config.run.steps <= alone:
         yield (
-            f"`optim.warmup_steps` = {config.optim.warmup_steps} is more than `run.steps` = {config.run.steps}: the "
-            "learning rate would never reach `optim.lr`; use fewer"
+            f"`critic.warmup_steps` = {alone} is not less than `run.steps` = {config.run.steps}: the policy would "
+            "never be trained; use fewer"
+        )
+    elif config.optim.warmup_steps > config.run.steps - alone:
+        less = f" less `critic.warmup_steps` = {alone}" if alone else ""
+        yield (
+            f"`optim.warmup_steps` = {config.optim.warmup_steps} is more than `run.steps` = {config.run.steps}{less}: "
+            "the learning rate would never reach `optim.lr`; use fewer"
         )
     yield from _environment_misfits(config)
     yield from _storage_misfits(config)

@@ -5,6 +5,7 @@
       ModelError          a model folder, a weight file or a configuration cannot be used (also a ValueError)
       TokenizerError      a tokenizer or a chat template is missing, unsupported or inconsistent (also a ValueError)
       DataError           a data set, a prompt or a task cannot be used (also a ValueError)
+      AlgorithmError      an algorithm of one's own raised, or gave what no step can be trained on
       RewardError         a reward function or judge failed (raised, hung, gave no number), or broke its contract
       CapacityError       a request cannot ever fit: prompt over the limit, too few pages, too little memory
       QueueFullError      a request could run, but too many wait already; it can be submitted again later
@@ -38,6 +39,10 @@ class TokenizerError(LockstepError, ValueError):
 
 class DataError(LockstepError, ValueError):
     """A data set, a prompt or a task cannot be used."""
+
+
+class AlgorithmError(LockstepError):
+    """An algorithm of one's own raised, or gave what no step can be trained on."""
 
 
 class RewardError(LockstepError):

@@ -30,10 +30,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 
-def make_algorithm(settings: AlgorithmConfig, max_new_tokens: int) -> Algorithm:
-    """As the recipe's [algorithm] says; max_new_tokens is what `aggregate_length` = 0 stands for.
+def make_algorithm(settings: AlgorithmConfig, max_new_tokens: int, *, critic: bool | None = None) -> Algorithm:
+    """As the recipe's [algorithm] says; max_new_tokens is what `aggregate_length` = 0 stands for. critic: whether the
+    run has one; None: not asked.
 
-    Raises ConfigError: no such `module:Class`, a class that is no `Algorithm`, an option that it does not have.
+    Raises ConfigError: no such `module:Class`, a class that is no `Algorithm`, an option that it does not have, a
+    need of a critic's values where there is none, or a critic without that need.
     """
     length = float(settings.aggregate_length or max_new_tokens)
     if settings.built_in:
@@ -50,4 +52,10 @@ def make_algorithm(settings: AlgorithmConfig, max_new_tokens: int) -> Algorithm:
                 f"algorithm.options: {settings.name} has no option {name!r}{did_you_mean(name, made.options)}; its "
                 f"`options` are {', '.join(made.options) or 'none'}"
             )
+    if critic is not None and critic != made.needs_values:
+        raise ConfigError(
+            f"algorithm.name: {settings.name} needs a critic's values (`needs_values`): add a `[critic]` table"
+            if made.needs_values
+            else f"`[critic]` has no effect with {settings.name}, whose `needs_values` is False: leave the table out"
+        )
     return made(settings, length)

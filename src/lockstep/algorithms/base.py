@@ -30,6 +30,7 @@ from lockstep.algorithms.losses import (
     masked,
     policy_ratio,
 )
+from lockstep.errors import AlgorithmError
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,17 @@ class Algorithm:
         ratio [M]: the policy's over the recorded, per `settings.ratio`."""
         raise NotImplementedError
 
+    def _objective(self, logp: jax.Array, ratio: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        """`objective`, its shapes checked: an array of another shape would be broadcast into some other loss."""
+        found, expected = self.objective(logp, ratio, tokens), tokens.mask.shape
+        shapes = [getattr(x, "shape", None) for x in found] if isinstance(found, tuple) else [type(found).__name__]
+        if shapes != [expected, expected]:
+            raise AlgorithmError(
+                f"algorithm {self.settings.name}: objective gave {shapes}, expected two arrays of shape {expected}: "
+                "what is maximised per token, and whether a clip was active (docs/algorithms.md)"
+            )
+        return found[0], found[1].astype(bool)
+
     def loss(
         self, logp: jax.Array, entropy: jax.Array | None, tokens: Tokens, totals: Totals
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -166,7 +178,7 @@ class Algorithm:
             old_logp=old, ref_logp=ref, advantage=advantage, weight=weight, sequence=jnp.where(mask, tokens.sequence, 0)
         )
         ratio = policy_ratio(s.ratio, logp, tokens)
-        objective, clipped = self.objective(logp, ratio, tokens)
+        objective, clipped = self._objective(logp, ratio, tokens)
         mean = partial(aggregated, s.aggregate, tokens=tokens, totals=totals, length=self.length)
 
         def token_mean(x: jax.Array) -> jax.Array:

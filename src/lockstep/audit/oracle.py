@@ -184,15 +184,17 @@ def _expect_training(config: Config, trained: Trained, metrics: Mapping[str, Any
             DEVICE,
             **{f"kl/{algorithm.kl_estimator}": float((mass * k_estimate(algorithm.kl_estimator, new, ref)).mean())},
         )
-    expect(
-        SUMMED,
-        tokens__trained=len(new),
-        mismatch__unequal_tokens=int((old32.view(np.uint32) != new32.view(np.uint32)).sum()),
-        mismatch__max_abs=float(np.abs(d).max()),
-        mismatch__k1=float(-d.mean()),
-        mismatch__k3=float((np.expm1(d) - d).mean()),
-        mismatch__ess=float(weight.sum() ** 2 / (len(d) * (weight * weight).sum())),
-    )
+    expect(SUMMED, tokens__trained=len(new))
+    # What an older version sampled was held against that version's weights, whose log-probabilities are not stored.
+    if all((t.versions == metrics["policy_version"]).all() for t, _, _ in trained):
+        expect(
+            SUMMED,
+            mismatch__unequal_tokens=int((old32.view(np.uint32) != new32.view(np.uint32)).sum()),
+            mismatch__max_abs=float(np.abs(d).max()),
+            mismatch__k1=float(-d.mean()),
+            mismatch__k3=float((np.expm1(d) - d).mean()),
+            mismatch__ess=float(weight.sum() ** 2 / (len(d) * (weight * weight).sum())),
+        )
     # After more than one update, and with weights that a correction changed, losses follow from more than is stored.
     if metrics.get("updates", 1) != 1 or algorithm.correction != "none" or algorithm.entropy_coef:
         return

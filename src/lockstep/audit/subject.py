@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from lockstep.algorithms.base import Advantages, Samples
+from lockstep.algorithms.checked import judged as checked
 from lockstep.audit.soak import Soak
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.programs import SplitWeights
@@ -65,8 +66,11 @@ def in_small(config: Config, folder: Path) -> Config:
             "url": None,
             "token_file": None,
         },
-        "train": {"select": "all", "select_count": 0, "save_trajectories": True},
+        # One update a step, so that a step's rate is its update's; the trainer's program is the same.
+        "train": {"select": "all", "select_count": 0, "save_trajectories": True, "epochs": 1, "mini_batches": 1},
     }
+    if config.critic is not None:
+        changed["critic"] = {"warmup_steps": 0}  # what is looked at is the policy's training
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in changed.items()}
     )
@@ -327,7 +331,7 @@ class Subject:
         """What the algorithm makes of rewards of samples of one token each; where there is a critic, it expects 0."""
         algorithm = self.cluster.trainer.algorithm
         values = [np.zeros(1)] * len(groups) if algorithm.needs_values else None
-        return algorithm.advantages(Samples.of([float(r) for r in rewards], groups, values=values))
+        return checked(algorithm, Samples.of([float(r) for r in rewards], groups, values=values))
 
     @cached_property
     def trained(self) -> tuple[StepResult, dict[str, jax.Array]]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.algorithms import make_algorithm
+from lockstep.algorithms import Algorithm, make_algorithm
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs, SplitWeights
@@ -39,7 +39,7 @@ from lockstep.train.batching import Geometry
 from lockstep.train.critic import Critic, make_critic
 from lockstep.train.episodes import Episodes, load_environment
 from lockstep.train.judging import RolloutAskers
-from lockstep.train.optimizer import make_optimizer, make_schedule
+from lockstep.train.optimizer import actor_schedule, make_optimizer
 from lockstep.train.policy import LeafSplit, sampler_dtype, split_leaves
 from lockstep.train.remote import Remote
 from lockstep.train.reward_model import RewardModel, make_reward_models
@@ -160,6 +160,7 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
     """`build`, with the reward made."""
     environment = config.environment
     make_environment = None if environment is None else load_environment(environment)
+    algorithm = make_algorithm(config.algorithm, config.max_completion_tokens, critic=config.critic is not None)
     dial = Dial.from_config(config.cluster)
     model = load_model(config.model.name, config.model.dtype, say=say)
     if say is not None:
@@ -169,7 +170,7 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
     leaves = split_leaves(config, model.spec)
     sampling = make_sampling(config, model.tokenizer)
     longest_sequence(config, model.spec)  # one that is too long is said before anything is placed
-    trainer = _trainer(config, dial, model, leaves)
+    trainer = _trainer(config, dial, model, leaves, algorithm)
     base_digests = leaf_digests(trainer.frozen)
     role = (_rollout_here if config.rollout.url is None else _rollout_elsewhere)(
         config, dial, model, leaves, trainer, base_digests, sampling, say
@@ -295,14 +296,13 @@ def make_engine(
     )
 
 
-def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit) -> Trainer:
+def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit, algorithm: Algorithm) -> Trainer:
     """The actor: weights on its mesh, algorithm and optimizer. Raises ModelError for weights that are not finite."""
     programs = Programs(model.spec, make_numerics(config, leaves.lora), dial.mesh("actor"), leaves.all)
     frozen = place(model.params, leaves.frozen, programs.mesh) if leaves.frozen else {}
     trainable = place(initial_trainable(model.params, leaves, config.run.seed), leaves.trains, programs.mesh)
     require_finite({**frozen, **trainable}, model.source)
-    algorithm = make_algorithm(config.algorithm, config.max_completion_tokens)
-    schedule = make_schedule(config.optim, config.run.steps, config.train.updates_per_step)
+    schedule = actor_schedule(config)
     optimizer = make_optimizer(config.optim, schedule)
     exact = config.numerics.mode == "exact"
     return Trainer(programs, frozen, trainable, algorithm, optimizer, schedule, exact=exact)

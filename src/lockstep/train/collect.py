@@ -18,8 +18,9 @@ import jax
 import numpy as np
 
 from lockstep.algorithms.base import Advantages, Samples
+from lockstep.algorithms.checked import judged
 from lockstep.algorithms.losses import kl_estimate
-from lockstep.errors import ServiceError
+from lockstep.errors import RewardError, ServiceError
 from lockstep.progress import Progress
 from lockstep.train.assembly import Cluster
 from lockstep.train.batching import kept_mass
@@ -105,6 +106,7 @@ class Collector:
             found.flat += [t for t in kept if t.group_id in flat]
             if len({t.group_id for t in found.kept}) >= wanted:
                 break
+        _require_some(number, found)
         return self._judged(number, found)
 
     def _warn(self, line: str) -> None:
@@ -130,7 +132,7 @@ class Collector:
         if self.cluster.critic is not None:
             values = self.cluster.critic.values(kept)
             kept = [replace(t, values=v) for t, v in zip(kept, values, strict=True)]
-        groups_found = algorithm.advantages(self.samples(kept))
+        groups_found = judged(algorithm, self.samples(kept))
         picked, silent = self._select(kept, groups_found, number)
         batch = [kept[i] for i in picked]
         if not self.config.algorithm.kl_in_reward:
@@ -178,7 +180,7 @@ class Collector:
         rewards = np.array([t.reward for t in kept], np.float64)
         if not s.overlong_tokens:
             return rewards
-        lengths = np.array([t.num_sampled for t in kept])
+        lengths = np.array([len(t.completion_ids) for t in kept])  # what `most` counts, an environment's words too
         return rewards - overlong(lengths, most, s.overlong_tokens, s.overlong_penalty)
 
     def _select(self, kept: Sequence[Trajectory], groups: Advantages, number: int) -> tuple[np.ndarray, bool]:
@@ -223,6 +225,19 @@ class Collector:
     def _accepted(self, trajectories: list[Trajectory], version: int) -> list[Trajectory]:
         cut = self.config.rollout.truncation == "correct"
         return accepted(trajectories, self.cluster.fingerprint, version, cut=cut)
+
+
+def _require_some(number: int, found: _Round) -> None:
+    """Raise, with the reason, where no round of the step left a sample to train on."""
+    if found.kept or found.flat:
+        return
+    failed = [t.failed for t in found.everything if t.failed is not None]
+    if failed:
+        raise RewardError(f"every one of the {len(failed)} samples failed to score; the first: {failed[0]}")
+    group, why = next(iter(found.dropped.items()))
+    raise ServiceError(
+        f"step {number} has nothing to train on, all {len(found.dropped)} groups were dropped; {group!r} {why}"
+    )
 
 
 def overlong(lengths: np.ndarray, most: int, tokens: int, penalty: float) -> np.ndarray:

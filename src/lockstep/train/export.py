@@ -17,7 +17,7 @@ from lockstep.models import load_model
 from lockstep.models.hf import save_folder
 from lockstep.models.lora import merge
 from lockstep.sync.verify import leaf_digests, tree_digest
-from lockstep.train.optimizer import make_optimizer, make_schedule
+from lockstep.train.optimizer import actor_schedule, make_optimizer
 from lockstep.train.policy import TRAINABLE_DTYPE, split_leaves
 
 
@@ -35,8 +35,7 @@ def export_run(run_dir: Path, to: Path, say: Callable[[str], None] | None = None
     model = load_model(config.model.name, config.model.dtype, say=say)
     leaves = split_leaves(config, model.spec)
     like = {path: jax.ShapeDtypeStruct(leaf.shape, TRAINABLE_DTYPE) for path, leaf in leaves.trains.items()}
-    schedule = make_schedule(config.optim, config.run.steps, config.train.updates_per_step)
-    optimizer = make_optimizer(config.optim, schedule)
+    optimizer = make_optimizer(config.optim, actor_schedule(config))
     arrays, meta = checkpoint.restore(
         run_dir, step, {"trainable": like, "optimizer": jax.eval_shape(optimizer.init, like)}, partial=True
     )

@@ -215,7 +215,7 @@ class Loop:
             clock.waited(receipt.seconds.get("flip", 0.0))
         self.cursor += len(found.prompts)
         record = self._record(number, found, result) | behind | found.counts
-        self._warn_flat(record)
+        self._warn_flat(record, found)
         self._store(number, found, result)
         self._log_receipt(receipt)
         busy = rounds_busy(self.batches, found.asked)
@@ -305,9 +305,9 @@ class Loop:
             record[f"kl/{name}"] = mean_kl(name, result.logprobs, found.batch)
         return record
 
-    def _warn_flat(self, record: Mapping[str, Any]) -> None:
-        """Say so when no group of the step has two different rewards: nothing can be learned from it."""
-        if record["groups/zero_variance"] < record["groups/total"]:
+    def _warn_flat(self, record: Mapping[str, Any], found: Experience) -> None:
+        """Say so when no group of the step has two different rewards, and nothing can be learned from it therefore."""
+        if record["groups/zero_variance"] < record["groups/total"] or any(np.any(a) for a in found.advantages):
             return
         self._flat_steps += 1
         if self._flat_steps in (1, 10, 100, 1000):  # said, not repeated until it is worth it

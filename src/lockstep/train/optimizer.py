@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.config import OptimConfig
+from lockstep.config import Config, OptimConfig
 
 Update = Callable[[Any, Any, Any], tuple[dict[str, jax.Array], Any]]
 
@@ -28,6 +28,12 @@ def make_schedule(optim: OptimConfig, steps: int, updates_per_step: int = 1) -> 
     # Starts one notch up: update 0 at rate 0 would be a wasted step.
     warm = optax.linear_schedule(optim.lr / warm_up, optim.lr, max(1, warm_up - 1))
     return optax.join_schedules([warm, after], [warm_up])
+
+
+def actor_schedule(config: Config) -> optax.Schedule:
+    """The policy's: it has no updates in the steps that train the critic alone."""
+    alone = 0 if config.critic is None else config.critic.warmup_steps
+    return make_schedule(config.optim, config.run.steps - alone, config.train.updates_per_step)
 
 
 def make_optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:

@@ -26,8 +26,8 @@ def rewarded(
     their reason, and take no part in training. warn: told what failed. on_error: the recipe's `environment.on_error`.
 
     Where there is an environment, what it gave is one more part of the reward, "environment", and what failed there is
-    not scored any further. Raises RewardError where every sample failed, or an environment did and on_error is "fail",
-    and as `Reward.score` does.
+    not scored any further. Raises RewardError where an environment failed and on_error is "fail", and as `Reward.score`
+    does.
     """
     by_id = {p.id: p for p in prompts}
     texts = [tokenizer.decode(t.completion_ids.tolist()) for t in trajectories]
@@ -45,8 +45,6 @@ def rewarded(
     kinds = Counter(t.failed.partition(":")[0].removeprefix("environment ") for t in lost if t.failed is not None)
     numbers |= {f"failures/environment/{kind}": count for kind, count in sorted(kinds.items())}
     failed = [s.failed for s in scores if s.failed is not None]
-    if len(failed) == len(scores):
-        raise RewardError(f"every one of the {len(scores)} samples failed to score; the first: {failed[0]}")
     counted = ", ".join(
         f"{name.removeprefix('failures/')} {count}" for name, count in numbers.items() if name.startswith("failures/")
     )

@@ -184,7 +184,7 @@ def consumable(batch: Batch, oldest: int, on_lost: str) -> tuple[list[Trajectory
     """(trajectories of the groups that may be trained on, in order; group -> why it may not), a group whole or not at
     all. oldest: the oldest version that a token may be of.
 
-    Raises ServiceError for a group that did not finish, where on_lost is "fail", and where no group is left.
+    Raises ServiceError for a group that did not finish, where on_lost is "fail".
     """
     kept: list[Trajectory] = []
     dropped: dict[str, str] = {}
@@ -203,12 +203,6 @@ def consumable(batch: Batch, oldest: int, on_lost: str) -> tuple[list[Trajectory
             dropped[prompt.id] = f"stale: it holds tokens of policy version {found}, {oldest} is the oldest allowed"
             continue
         kept += sorted(end.trajectories, key=lambda t: t.index)
-    if not kept:
-        first = next(iter(dropped))
-        raise ServiceError(
-            f"step {batch.number} has nothing to train on, all {len(dropped)} groups were dropped; {first!r} "
-            f"{dropped[first]}"
-        )
     return kept, dropped
 
 

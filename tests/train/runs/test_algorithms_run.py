@@ -10,6 +10,8 @@ import pytest
 
 from lockstep.audit.definitions import k_estimate
 from lockstep.audit.oracle import differences
+from lockstep.envs.base import Score
+from lockstep.errors import RewardError
 from lockstep.store import read_step
 
 CRITIC = "--critic={head_std = 0.5, lora = {rank = 2, last_layers = 1}, optim = {lr = 0.01}}"
@@ -102,6 +104,26 @@ def test_groups_that_teach_nothing_are_replaced(kit, train, left, tmp_path: Path
         assert len(step.trajectories) == m["dynamic/rounds"] * 12
     first, second = (read_step(run.path / "trajectories", n) for n in (1, 2))
     assert not {t.group_id for t in first.trajectories} & {t.group_id for t in second.trajectories}
+
+
+def test_a_round_that_failed_as_a_whole_is_one_round(kit, opened, tmp_path: Path, monkeypatch) -> None:
+    """The step goes on with the groups of its other rounds; where every round failed, it says so."""
+    words = ["--run.steps=2", "--algorithm={dynamic_rounds = 1}", "--reward.on_error=drop"]
+    with opened(kit.config(tmp_path, *words)) as loop:
+        loop.start()
+        reward = loop.cluster.reward
+        rounds, score = [], reward.score
+
+        def failing(prompts, completions):
+            rounds.append(len(prompts))
+            lost = [Score(float("nan"), {}, "it is down")] * len(prompts)
+            return lost if len(rounds) != 2 else score(prompts, completions)
+
+        monkeypatch.setattr(reward, "score", failing)
+        loop.step()
+        assert rounds == [12, 12] and loop.counters.step == 1
+        with pytest.raises(RewardError, match="every one of the 24 samples failed to score; the first: it is down"):
+            loop.step()
 
 
 def test_other_sampling_weights_are_corrected_for(kit, train, left, tmp_path: Path) -> None:

@@ -255,7 +255,14 @@ def test_trajectories_are_what_was_asked_for(finished, kit) -> None:
 
 def test_every_field_of_a_trajectory_is_stored(finished) -> None:
     stored = finished.step(8).trajectories[0]
-    absent = ("failed", "kept_logmass", "details", "values", "sampled", "turn_rewards")  # this run has nothing to say there
+    absent = (
+        "failed",
+        "kept_logmass",
+        "details",
+        "values",
+        "sampled",
+        "turn_rewards",
+    )  # this run has nothing to say there
     for field in fields(Trajectory):
         value = getattr(stored, field.name)
         assert (value is None) == (field.name in absent), field.name
