@@ -44,8 +44,8 @@ OWN: dict[str, dict[str, Any]] = {
 
 SHARED = (
     "name", "options", "folder", "aggregate", "aggregate_length", "kl_coef", "kl_estimator", "kl_in", "measure_kl",
-    "entropy_coef", "measure_entropy", "correction", "correction_cap", "mask_truncated", "overlong_tokens",
-    "overlong_penalty", "dynamic_rounds",
+    "reference_every", "reference_mix", "entropy_coef", "measure_entropy", "correction", "correction_cap",
+    "mask_truncated", "overlong_tokens", "overlong_penalty", "dynamic_rounds",
 )  # fmt: skip
 
 
@@ -103,6 +103,20 @@ class AlgorithmConfig(Section):
     )
     kl_estimator: KLEstimator = key("k3", "Which estimate of the KL, per token (Schulman 2020).", also=("kl_type",))
     measure_kl: Bool = key(True, "Measure the KL each step, used or not (a forward pass of the reference).")
+    reference_every: Int = key(
+        0,
+        "The reference moves towards the policy after every so many steps; 0: it stays as it was at the start.",
+        ge=0,
+        also=("ref_model_sync_steps", "sync_ref_model"),
+    )
+    reference_mix: Float = key(
+        1.0,
+        "How far it moves then: reference = mix * policy + (1 - mix) * reference. 1: it becomes the policy; every step "
+        "with a small one: a moving average.",
+        gt=0,
+        le=1,
+        also=("ref_model_mixup_alpha",),
+    )
     entropy_coef: Float = key(
         0.0, "Weight of the policy's entropy, a bonus in the loss; 0: none.", ge=0, also=("entropy_weight", "ent_coef")
     )

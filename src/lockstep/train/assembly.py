@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.algorithms import Algorithm, make_algorithm
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.cluster.programs import Programs
 from lockstep.cluster.sharding import place
 from lockstep.config import Config
 from lockstep.envs.base import Task
@@ -25,7 +25,7 @@ from lockstep.models.decoder import Numerics
 from lockstep.models.lora import LoraSpec
 from lockstep.models.parts import whole_blocks
 from lockstep.models.quantise import Storage
-from lockstep.models.spec import ModelSpec, leaf_table
+from lockstep.models.spec import ModelSpec
 from lockstep.models.tokenizer import Tokenizer
 from lockstep.rollout.draft_model import make_drafts
 from lockstep.rollout.engine import Engine, make_fingerprint
@@ -41,6 +41,7 @@ from lockstep.train.episodes import Episodes, load_environment
 from lockstep.train.judging import RolloutAskers
 from lockstep.train.optimizer import actor_schedule, make_optimizer
 from lockstep.train.policy import LeafSplit, sampler_dtype, split_leaves
+from lockstep.train.reference import Reference, make_reference
 from lockstep.train.remote import Remote
 from lockstep.train.reward_model import RewardModel, make_reward_models
 from lockstep.train.serving import Local, queue_bound
@@ -48,17 +49,6 @@ from lockstep.train.syncing import make_remote_sync, make_sync, remote_mapping
 from lockstep.train.trained_model import initial_trainable, require_finite
 from lockstep.train.trainer import Trainer
 from lockstep.types import Fingerprint, SamplingParams
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The frozen policy: compiled functions, weights, and its own row geometry. shares_trunk: its layers below the
-    first trained one are the actor's own arrays on the actor's mesh, so their output is computed once for both."""
-
-    programs: Programs
-    weights: SplitWeights
-    geometry: Geometry
-    shares_trunk: bool
 
 
 @dataclass
@@ -179,7 +169,6 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
     models = make_reward_models(config, dial, model.tokenizer, trainer.programs.num, _geometry, say)
     for scorer in models:
         reward.add(scorer.name, scorer, scorer.weight)
-    reference_weights = trainer.frozen or trainer.trainable
     return Cluster(
         config=config,
         task=task,
@@ -197,7 +186,14 @@ def _build(config: Config, reward: Reward, askers: RolloutAskers, say: Callable[
         remote=role.remote,
         sampling=sampling,
         fingerprint=role.fingerprint,
-        reference=_reference(config, dial, model, (trainer.programs, reference_weights), (role.programs, role.frozen)),
+        reference=make_reference(
+            config,
+            dial,
+            model,
+            leaves,
+            (trainer.trainable, (trainer.programs, trainer.frozen), (role.programs, role.frozen)),
+            _geometry,
+        ),
         reward_models=models,
         critic=make_critic(config, dial, model, (trainer.programs, trainer.frozen), _geometry, say),
         sync=role.sync,
@@ -333,30 +329,3 @@ def _on_rollout(
 
 def _geometry(config: Config, programs: Programs) -> Geometry:
     return Geometry(programs.row_shards, config.train.micro_batch_rows, programs.num.tile_rows, programs.num.page_size)
-
-
-def measures_kl(config: Config) -> bool:
-    """Whether the run needs a reference."""
-    return config.algorithm.measure_kl or config.algorithm.kl_coef > 0
-
-
-def _reference(
-    config: Config,
-    dial: Dial,
-    model: LoadedModel,
-    actor: tuple[Programs, Mapping[str, jax.Array]],
-    rollout: tuple[Programs, Mapping[str, jax.Array]],
-) -> Reference | None:
-    """The base under LoRA, else the weights as they are before the first update. actor, rollout: programs, and the
-    weights that are the reference's too (arrays never change in place); the rollout has none when everything trains."""
-    if not measures_kl(config):
-        return None
-    for role, (programs, weights) in (("actor", actor), ("rollout", rollout)):
-        if weights and dial.colocated(role, "reference"):
-            split = SplitWeights.of(weights, model.spec.num_layers)
-            shares_trunk = role == "actor" and config.lora is not None
-            return Reference(programs, split, _geometry(config, programs), shares_trunk)
-    table = leaf_table(model.spec)
-    programs = Programs(model.spec, actor[0].num, dial.mesh("reference"), table)
-    weights = place(model.params, table, programs.mesh)
-    return Reference(programs, SplitWeights.of(weights, model.spec.num_layers), _geometry(config, programs), False)

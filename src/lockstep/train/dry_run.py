@@ -26,9 +26,9 @@ from lockstep.rollout.pool_size import (
     row_bytes,
 )
 from lockstep.text import format_bytes
-from lockstep.train.assembly import measures_kl
 from lockstep.train.footprint import snapshot_column
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, sampler_dtype, split_leaves, trained_leaves
+from lockstep.train.reference import measures_kl
 from lockstep.train.stale import versions_kept
 
 
@@ -98,17 +98,29 @@ def planned_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit
     if not dial.colocated("actor", "rollout"):
         sizes["rollout"]["parameters"] = parameters("rollout", sampler)
         sizes["rollout"]["staged"] = bytes_per_device(leaves.trains, dial.role("rollout").axes, sampler)
-    shares_frozen = leaves.frozen and any(dial.colocated(role, "reference") for role in ("actor", "rollout"))
-    if measures_kl(config) and not shares_frozen:
-        # What the actor trains, a reference on its mesh keeps as it was before the first update.
-        kept = (leaves.trains, master) if dial.colocated("actor", "reference") else (leaf_table(spec), compute)
-        sizes["reference"] = {"parameters": bytes_per_device(kept[0], dial.role("reference").axes, kept[1])}
+    if measures_kl(config) and (held := _reference_bytes(config, dial, spec, leaves)):
+        sizes["reference"] = {"parameters": held}
     if config.reward.models:
         axes, tables = dial.role("reward").axes, [leaf_table(load_spec(m.model)) for m in config.reward.models]
         sizes["reward"] = {"parameters": sum(bytes_per_device(table, axes, compute) for table in tables)}
     if config.critic is not None:
         sizes["critic"] = _critic_bytes(config, config.critic, dial, spec)
     return {role: sizes[role] for role in ROLES if role in sizes}
+
+
+def _reference_bytes(config: Config, dial: Dial, spec: ModelSpec, leaves: LeafSplit) -> int:
+    """What the reference adds. What trains, it keeps as it was, or as it followed; the rest it may share."""
+    compute, master = jnp.dtype(config.model.dtype).itemsize, jnp.dtype(TRAINABLE_DTYPE).itemsize
+    axes, moves = dial.role("reference").axes, config.algorithm.reference_every > 0
+    shares_frozen = leaves.frozen and any(dial.colocated(role, "reference") for role in ("actor", "rollout"))
+    own = bytes_per_device(leaves.trains, axes, master)
+    if shares_frozen:
+        return own if moves else 0
+    if dial.colocated("actor", "reference"):
+        return own
+    if moves:
+        return own + bytes_per_device(leaves.frozen, axes, compute)
+    return bytes_per_device(leaf_table(spec), axes, compute)
 
 
 def _critic_bytes(config: Config, critic: CriticConfig, dial: Dial, policy: ModelSpec) -> dict[str, int]:

@@ -205,6 +205,7 @@ class Loop:
         )
         result = update(self.config, cluster.trainer, cluster.critic, cluster.geometry, work)
         self._require_finite(result)
+        self._move_reference(number)
         self.counters = self.counters.stepped()
         behind = staleness(found.batch, self.counters.version)
         clock.enter("sync")
@@ -243,6 +244,11 @@ class Loop:
                 f"learning rate {result.metrics['lr']:.3g}); nothing was published. Use a lower optim.lr or "
                 "optim.max_grad_norm"
             )
+
+    def _move_reference(self, number: int) -> None:
+        settings, reference = self.config.algorithm, self.cluster.reference
+        if reference is not None and settings.reference_every and number % settings.reference_every == 0:
+            reference.follow(self.cluster.trainer.trainable, settings.reference_mix)
 
     def _publish(self, version: int) -> SyncReceipt:
         """New weights to the sampler: staged, verified where they landed, then served. The snapshot follows them."""
@@ -303,6 +309,8 @@ class Loop:
         if self.cluster.reference is not None:
             name = self.config.algorithm.kl_estimator
             record[f"kl/{name}"] = mean_kl(name, result.logprobs, found.batch)
+            if every := self.config.algorithm.reference_every:
+                record["reference/step"] = (number - 1) // every * every
         return record
 
     def _warn_flat(self, record: Mapping[str, Any], found: Experience) -> None:

@@ -138,8 +138,10 @@ def save_checkpoint(
 
 
 def state_of(cluster: Cluster) -> dict[str, Any]:
-    """The arrays of a checkpoint: what trains, and the optimizers' states."""
+    """The arrays of a checkpoint: what trains, the optimizers' states, and a reference that moves."""
     arrays = {"trainable": cluster.trainer.trainable, "optimizer": cluster.trainer.optimizer_state}
+    if cluster.reference is not None and cluster.reference.moving is not None:
+        arrays["reference"] = cluster.reference.moving
     return arrays if cluster.critic is None else arrays | {"critic": cluster.critic.model.state}
 
 
@@ -148,6 +150,8 @@ def put_state(cluster: Cluster, arrays: Mapping[str, Any]) -> None:
     cluster.trainer.trainable, cluster.trainer.optimizer_state = arrays["trainable"], arrays["optimizer"]
     if cluster.critic is not None:
         cluster.critic.model.state = arrays["critic"]
+    if "reference" in arrays and cluster.reference is not None:
+        cluster.reference.moving = arrays["reference"]
 
 
 def resume_point(run_dir: Path, config: Config) -> ResumePoint:
