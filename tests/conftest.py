@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from lockstep.cluster.devices import enable_compilation_cache, simulate_cpu_devices
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import Programs, shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.models.decoder import Numerics
 from lockstep.models.hf import save_folder
@@ -90,7 +90,7 @@ def tiny_programs(tiny_spec: ModelSpec) -> Callable[[int], Programs]:
     @cache
     def make(devices: int = 1) -> Programs:
         mesh = Dial.build({"rollout": {"data": devices}}).mesh("rollout")
-        return Programs(tiny_spec, Numerics("float32", 32, 16), mesh, leaf_table(tiny_spec))
+        return shared_programs(tiny_spec, Numerics("float32", 32, 16), mesh, leaf_table(tiny_spec))
 
     return make
 

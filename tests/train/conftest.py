@@ -16,7 +16,7 @@ import pytest
 from lockstep.algorithms import make_algorithm
 from lockstep.algorithms.base import Algorithm
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.cluster.programs import Programs, SplitWeights, shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.config import AlgorithmConfig
 from lockstep.models.decoder import Numerics
@@ -73,7 +73,7 @@ class Policy:
         mesh = Dial.build({"actor": dict(axes)}).mesh("actor")
         parts = tensor_parts or mesh.shape["tensor"]
         numerics = Numerics(dtype, tile_rows, PAGE, lora.scale if lora else 0.0, parts)
-        programs = Programs(spec, numerics, mesh, {**table, **(adapter or {})})
+        programs = shared_programs(spec, numerics, mesh, {**table, **(adapter or {})})
         made = None
         if adapter is not None:
             made = random_tree(adapter, {p: np.zeros(leaf.shape) for p, leaf in adapter.items()}, 5)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from lockstep.algorithms.value_loss import ValueTokens, value_loss
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import Programs, shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.errors import NumericsError
 from lockstep.models.decoder import Numerics, reference_logits
@@ -59,7 +59,7 @@ def tree(spec: ModelSpec, lora: LoraSpec | None) -> dict[str, np.ndarray]:
 def programs(spec: ModelSpec, axes: Axes, lora: LoraSpec | None) -> Programs:
     mesh = Dial.build({"critic": dict(axes)}).mesh("critic")
     num = Numerics("float32", TILE, PAGE, lora.scale if lora else 0.0, mesh.shape["tensor"])
-    return Programs(spec, num, mesh, {**leaf_table(spec), **(adapter_table(spec, lora) if lora else {})})
+    return shared_programs(spec, num, mesh, {**leaf_table(spec), **(adapter_table(spec, lora) if lora else {})})
 
 
 cached_programs = cache(programs)

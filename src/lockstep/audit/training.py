@@ -19,7 +19,7 @@ from lockstep.audit.check import Finding, failed, not_applicable, passed
 from lockstep.audit.definitions import gradient, k_estimate
 from lockstep.audit.subject import Subject, distance, same_bits
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.text import format_bytes
 from lockstep.train.batching import MicroBatch
@@ -242,7 +242,7 @@ def _one_device(subject: Subject) -> str | Finding:
         return f"{count} devices, not compared with one ({format_bytes(size)})"
     mesh = Dial.build({"actor": {}}, cluster.dial.devices[:1]).mesh("actor")
     leaves = trainer.programs.leaves
-    programs = Programs(cluster.spec, trainer.programs.num, mesh, leaves)
+    programs = shared_programs(cluster.spec, trainer.programs.num, mesh, leaves)
     host = {path: np.asarray(leaf) for path, leaf in {**trainer.frozen, **subject.moved}.items()}
     params = place(host, leaves, mesh)
     single = type(trainer)(

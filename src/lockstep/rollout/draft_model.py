@@ -15,7 +15,7 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import Programs, shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.errors import ConfigError
 from lockstep.models import load_model
@@ -105,7 +105,7 @@ def load_drafts(
             f"({model.tokenizer.vocab_size} and {tokenizer.vocab_size} tokens); use a smaller model of the same family"
         )
     table = leaf_table(model.spec)
-    programs = Programs(model.spec, replace(num, lora_scale=0.0), mesh, table)
+    programs = shared_programs(model.spec, replace(num, lora_scale=0.0), mesh, table)
     longest = min(max_positions, model.spec.max_position)
     unused = Fingerprint("draft", "draft", "draft", "draft")
     engine = Engine(programs, slots=slots, max_positions=longest, fingerprint=unused)

@@ -21,7 +21,7 @@ import numpy as np
 
 from lockstep.cluster.decoding import DecodeSteps
 from lockstep.cluster.devices import host_processor
-from lockstep.cluster.programs import Programs, SplitWeights, padded_pages
+from lockstep.cluster.programs import Programs, SplitWeights, padded_pages, shared
 from lockstep.cluster.quantised_weights import Int8Weights
 from lockstep.errors import DataError, ServiceError
 from lockstep.models.decoder import Numerics, Rows
@@ -135,7 +135,7 @@ class Engine:
         max_rows = max(slots, prefill_rows)
         self._pools = programs.new_pools(self._trash + 1, storage.kv)
         leaves = jax.tree.leaves(self._pools)
-        self._pool_rows = PoolRows(programs, self._trash)
+        self._pool_rows = shared(PoolRows, programs, self._trash)
         self.swap_costs = SwapCosts(sum(a.nbytes // a.shape[0] for a in leaves))
         self._to_int8 = Int8Weights(programs) if storage.weights == "int8" else None
         pays = {"auto": self.swap_costs.pays, "always": lambda rows: True, "never": None}[swap]
@@ -148,7 +148,7 @@ class Engine:
             for _ in range(programs.row_shards)
         ]  # fmt: skip
         self._sampler, self._decode = Sampler(programs), decode
-        self.decode_steps, self._decode_steps = decode_steps, DecodeSteps(programs, self._trash)
+        self.decode_steps, self._decode_steps = decode_steps, shared(DecodeSteps, programs, self._trash)
         self._lanes = Lanes(self._shards)
         self._compiled = False  # whether the last pass was the first of its shape
         self.stats = EngineStats()

@@ -11,7 +11,7 @@ import jax
 
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.errors import ConfigError
 from lockstep.models import load_model
@@ -77,7 +77,9 @@ def generate(
     params = SamplingParams(temperature, max_new_tokens, stop_ids, texts, **(sampling or {}))
     mesh = Dial.build({"actor": {}, "rollout": "actor"}, jax.devices()[:1]).mesh("rollout")
     table = leaf_table(spec)
-    programs = Programs(spec, Numerics(dtype, TILE_ROWS if numerics_mode == "exact" else 0, PAGE_SIZE), mesh, table)
+    programs = shared_programs(
+        spec, Numerics(dtype, TILE_ROWS if numerics_mode == "exact" else 0, PAGE_SIZE), mesh, table
+    )
     weights = place(loaded.params, table, mesh)
     slots = min(128, -(-len(made) * samples // TILE_ROWS) * TILE_ROWS)
     fingerprint = make_fingerprint(tokenizer, params, programs.num, device_kinds(list(mesh.devices.flat)))

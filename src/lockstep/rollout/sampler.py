@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from lockstep.cluster.changed_sampling import ChangedSampling
-from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages
+from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages, shared
 from lockstep.models.decoder import Rows
 from lockstep.models.sampling import Changes
 from lockstep.rollout.work import Drawn, GroupWork, Pass, Sequence
@@ -136,7 +136,7 @@ class Sampler:
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
-        self._changed = ChangedSampling(programs)
+        self._changed = shared(ChangedSampling, programs)
 
     def draw(self, weights: SplitWeights, x: jax.Array, wanted: List[List[Want]]) -> list[list[Drawn]]:
         """One token for every want, in order. wanted: per device; x: output of the last layer, all devices' rows."""

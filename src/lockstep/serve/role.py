@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import Programs, shared_programs
 from lockstep.cluster.sharding import place, shardings
 from lockstep.config import Config, load_config
 from lockstep.errors import ConfigError
@@ -126,7 +126,7 @@ def make_role(
         else Dial.from_config(config.cluster)
     )
     mesh = dial.mesh("rollout")
-    programs = Programs(model.spec, _numerics(spec, served), mesh, {**served.frozen, **served.trains})
+    programs = shared_programs(model.spec, _numerics(spec, served), mesh, {**served.frozen, **served.trains})
     frozen = place(model.params, served.frozen, mesh) if served.frozen else {}
     engine = _engine(spec, served, programs, say)
     where = shardings(served.trains, mesh)

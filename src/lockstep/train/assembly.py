@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.algorithms import Algorithm, make_algorithm
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import Programs, shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.config import Config
 from lockstep.envs.base import Task
@@ -294,7 +294,7 @@ def make_engine(
 
 def _trainer(config: Config, dial: Dial, model: LoadedModel, leaves: LeafSplit, algorithm: Algorithm) -> Trainer:
     """The actor: weights on its mesh, algorithm and optimizer. Raises ModelError for weights that are not finite."""
-    programs = Programs(model.spec, make_numerics(config, leaves.lora), dial.mesh("actor"), leaves.all)
+    programs = shared_programs(model.spec, make_numerics(config, leaves.lora), dial.mesh("actor"), leaves.all)
     frozen = place(model.params, leaves.frozen, programs.mesh) if leaves.frozen else {}
     trainable = place(initial_trainable(model.params, leaves, config.run.seed), leaves.trains, programs.mesh)
     require_finite({**frozen, **trainable}, model.source)
@@ -319,7 +319,7 @@ def _on_rollout(
     """
     if dial.colocated("actor", "rollout"):
         return trainer.programs, trainer.frozen, trainer.trainable
-    rollout = Programs(model.spec, trainer.programs.num, dial.mesh("rollout"), leaves.all)
+    rollout = shared_programs(model.spec, trainer.programs.num, dial.mesh("rollout"), leaves.all)
     frozen = place(model.params, leaves.frozen, rollout.mesh) if leaves.frozen else {}
     check_same(base_digests, leaf_digests(frozen), "actor", "rollout")
     dtype = jnp.dtype(sampler_dtype(config))

@@ -19,7 +19,7 @@ import numpy as np
 
 from lockstep.algorithms.value_loss import ValueTokens, value_loss
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import Programs, shared_programs
 from lockstep.config import Config
 from lockstep.errors import ConfigError, NumericsError
 from lockstep.models.catalog import LoadedModel, load_value_model
@@ -176,7 +176,7 @@ def make_critic(
         _require_same_tokens(config, wanted.model, model, policy)
     leaves = trained_leaves(wanted.lora, model.spec)
     num = replace(actor[0].num, lora_scale=leaves.lora.scale if leaves.lora else 0.0)
-    programs = Programs(model.spec, num, dial.mesh("critic"), leaves.all)
+    programs = shared_programs(model.spec, num, dial.mesh("critic"), leaves.all)
     shared = actor[1] if wanted.model is None and dial.colocated("actor", "critic") else {}
     steps = config.run.steps, config.train.updates_per_step
     made = make_trained_model(model, programs, leaves, wanted.optim, steps, seed, shared)

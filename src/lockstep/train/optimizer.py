@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep.cluster.programs import shared
 from lockstep.config import Config, OptimConfig
 
 Update = Callable[[Any, Any, Any], tuple[dict[str, jax.Array], Any]]
 
 
+@functools.lru_cache(maxsize=64)
 def make_schedule(optim: OptimConfig, steps: int, updates_per_step: int = 1) -> optax.Schedule:
-    """Learning rate by update number: linear warm-up to `lr`, then constant, or down to 0 at the last step."""
+    """Learning rate by update number: linear warm-up to `lr`, then constant, or down to 0 at the last step. The same
+    object for the same arguments, so that an update is compiled once in a process."""
     warm_up = optim.warmup_steps * updates_per_step
     rest = max(1, steps * updates_per_step - warm_up)
     after = {
@@ -36,6 +41,7 @@ def actor_schedule(config: Config) -> optax.Schedule:
     return make_schedule(config.optim, config.run.steps - alone, config.train.updates_per_step)
 
 
+@functools.lru_cache(maxsize=64)
 def make_optimizer(optim: OptimConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """AdamW behind global-norm clipping (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
     return optax.chain(
@@ -49,12 +55,20 @@ def placed(
 ) -> tuple[Any, Update]:
     """(state, update): the state with its moments where their parameters lie, and the compiled update,
     (gradients, state, parameters) -> (parameters, state), which consumes gradients and state."""
+    shapes = tuple((path, jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)) for path, a in trainable.items())
+    init, update = shared(_compiled, optimizer, shapes, mesh)
+    return init(dict(trainable)), update
+
+
+def _compiled(
+    optimizer: optax.GradientTransformation, shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...], mesh: Mesh
+) -> tuple[Callable[[Any], Any], Update]:
     # Without saying where moments lie a compiler may replicate them.
-    places = {path: leaf.sharding for path, leaf in trainable.items()}
+    places = {path: shape.sharding for path, shape in shapes}
     state_places = optax.tree.map_params(
         optimizer,
         lambda _, place: place,
-        jax.eval_shape(optimizer.init, dict(trainable)),
+        jax.eval_shape(optimizer.init, dict(shapes)),
         places,
         transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
     )
@@ -65,7 +79,16 @@ def placed(
 
     # The parameters are not donated: the sampler may be serving these very buffers.
     compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(places, state_places))
-    return jax.jit(optimizer.init, out_shardings=state_places)(dict(trainable)), compiled
+    return jax.jit(optimizer.init, out_shardings=state_places), compiled
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def added(a: Any, b: Any) -> Any:
+    """Two trees of gradients, leaf by leaf; the first is consumed."""
+    return jax.tree.map(jnp.add, a, b)
+
+
+gradient_norm = jax.jit(optax.global_norm)
 
 
 def updates_made(state: Any) -> int | None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.cluster.programs import Programs, SplitWeights, shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.config import Config
 from lockstep.models.catalog import LoadedModel
@@ -105,7 +105,7 @@ def make_reference(
             programs, fixed, trained, geometry(config, programs), role == "actor" and config.lora is not None
         )
     table = leaves.all if moves else leaf_table(model.spec)
-    programs = Programs(model.spec, actor[0].num, dial.mesh("reference"), table)
+    programs = shared_programs(model.spec, actor[0].num, dial.mesh("reference"), table)
     kept = leaves.frozen if moves else table
     fixed = place(model.params, kept, programs.mesh) if kept else {}
     trained = _on(initial, leaves, programs) if moves else None

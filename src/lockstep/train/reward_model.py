@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.cluster.programs import Programs, SplitWeights, shared_programs
 from lockstep.cluster.sharding import place
 from lockstep.config import Config
 from lockstep.envs.outcome import Outcome
@@ -108,7 +108,7 @@ def make_reward_models(
     def make(wanted: RewardModelConfig) -> RewardModel:
         model = _load(wanted, config.model.dtype, say)
         table, mesh = leaf_table(model.spec), dial.mesh("reward")
-        programs = Programs(model.spec, replace(num, lora_scale=0.0), mesh, table)
+        programs = shared_programs(model.spec, replace(num, lora_scale=0.0), mesh, table)
         rows = geometry(config, programs)
         most = min(model.spec.max_position, rows.max_rows)
         if wanted.max_tokens > most:

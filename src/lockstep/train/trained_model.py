@@ -22,7 +22,7 @@ from lockstep.models.init import init_leaf
 from lockstep.sync.select import listed
 from lockstep.train.batching import MicroBatch
 from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
-from lockstep.train.optimizer import make_optimizer, make_schedule, placed
+from lockstep.train.optimizer import added, gradient_norm, make_optimizer, make_schedule, placed
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit
 from lockstep.train.trainer import first_trained_layer
 
@@ -52,8 +52,6 @@ class TrainedModel:
         self._schedule, self._names = schedule, frozenset(trainable)
         self._first_layer = first_trained_layer(trainable)
         self.optimizer_state, self._update = placed(optimizer, self.trainable, programs.mesh)
-        self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        self._norm = jax.jit(optax.global_norm)
 
     @property
     def params(self) -> dict[str, jax.Array]:
@@ -92,12 +90,12 @@ class TrainedModel:
         more = backward(
             self.programs, weights, self._names, forward.device, forward.states, doutputs, self._first_layer
         )
-        return more if so_far is None else self._add(so_far, more)
+        return more if so_far is None else added(so_far, more)
 
     def update(self, grads: dict[str, jax.Array], number: int, name: str) -> dict[str, float]:
         """Apply one update; returns `grad_norm` (before clipping) and `lr`. number: updates before it. name: the
         model's, for the error. Raises NumericsError, and changes nothing, where the gradient is not finite."""
-        norm = float(self._norm(grads))
+        norm = float(gradient_norm(grads))
         if not math.isfinite(norm):
             raise NumericsError(
                 f"{name}, update {number}: the norm of the gradient is {norm}, while the loss is finite; the "

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from lockstep.algorithms.base import Algorithm
 from lockstep.algorithms.losses import Tokens, Totals
 from lockstep.cluster.entropy import Entropy
-from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.cluster.programs import Programs, SplitWeights, shared
 from lockstep.errors import MismatchError, NumericsError
 from lockstep.train.batching import MicroBatch
 from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states
-from lockstep.train.optimizer import placed
+from lockstep.train.optimizer import added, gradient_norm, placed
 from lockstep.types import Trajectory
 
 ROUNDING = 1e-2  # nats; differences of rounding are far below it in float32 and bfloat16, those of content above
@@ -81,12 +80,8 @@ class Trainer:
         self._names = frozenset(trainable)
         self.optimizer_state, self._update = placed(optimizer, self.trainable, programs.mesh)
         settings = algorithm.settings
-        self._entropy = Entropy(programs) if settings.entropy_coef or settings.measure_entropy else None
-        differentiated = (0, 1) if settings.entropy_coef else (0,)
-        self._loss = jax.jit(jax.value_and_grad(algorithm.loss, differentiated, has_aux=True))
-        self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-
-        self._norm = jax.jit(optax.global_norm)
+        self._entropy = shared(Entropy, programs) if settings.entropy_coef or settings.measure_entropy else None
+        self._loss = shared(_compiled_loss, algorithm, (0, 1) if settings.entropy_coef else (0,))
 
     @property
     def params(self) -> dict[str, jax.Array]:
@@ -132,13 +127,13 @@ class Trainer:
         for i, batch in enumerate(batches):
             trunk = trunks[i] if trunks is not None else None
             metrics, more = self._micro_step(weights, batch, trunk, totals, trajectories, logprobs, stale)
-            grads = more if grads is None else self._add(grads, more)
+            grads = more if grads is None else added(grads, more)
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         assert grads is not None, "a step needs at least one micro-batch"
         used = [i for i, lp in enumerate(logprobs) if lp is not None]
         assert len(used) == len(counted), "the micro-batches were made from other trajectories"
-        norm = float(self._norm(grads))
+        norm = float(gradient_norm(grads))
         if not math.isfinite(norm):
             raise NumericsError(
                 f"update {update_number}: the norm of the gradient is {norm}, while all log-probabilities are finite; "
@@ -226,3 +221,7 @@ class Trainer:
                 f"was recorded with log-probability {was:.9g} and recomputed as {now:.9g}, {cause}. No update was "
                 'applied. To go on with a measured mismatch set numerics.mode = "fast"'
             )
+
+
+def _compiled_loss(algorithm: Algorithm, differentiated: tuple[int, ...]) -> Callable[..., Any]:
+    return jax.jit(jax.value_and_grad(algorithm.loss, differentiated, has_aux=True))

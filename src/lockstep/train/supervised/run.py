@@ -25,7 +25,7 @@ from lockstep import checkpoint, metrics
 from lockstep.cluster.cuts import bytes_per_device
 from lockstep.cluster.devices import available_devices
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs
+from lockstep.cluster.programs import shared_programs
 from lockstep.environment import write_environment
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
@@ -89,7 +89,7 @@ def make_training(recipe: SupervisedRecipe, say: Say | None = None) -> Training:
     tile = recipe.numerics.tile_rows if recipe.numerics.mode == "exact" else 0
     scale = leaves.lora.scale if leaves.lora else 0.0
     num = Numerics(recipe.model.dtype, tile, PAGE_SIZE, scale, recipe.tensor_parts)
-    programs = Programs(model.spec, num, dial.mesh(recipe.ROLE), leaves.all)
+    programs = shared_programs(model.spec, num, dial.mesh(recipe.ROLE), leaves.all)
     updates = wanted.epochs * data.batches_per_epoch(wanted.batch)
     trained = make_trained_model(model, programs, leaves, recipe.optim, (updates, 1), seed, {})
     geometry = Geometry(programs.row_shards, wanted.micro_batch_rows, tile, PAGE_SIZE)
