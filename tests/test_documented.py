@@ -21,6 +21,7 @@ from lockstep.cli.run import split_run_words
 from lockstep.config import ROLES, Config, RewardFunction, load_config
 from lockstep.overrides import apply_overrides
 from lockstep.schema import find, keys, literal, sections_in
+from lockstep.supervised_recipe import load_supervised, recipe_kind
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.toml")]
@@ -46,7 +47,8 @@ def test_a_documented_command_is_one(page: str, line: str) -> None:
     options = make_parser().parse_args(words)
     recipe = getattr(options, "recipe", None)
     if recipe is not None and (ROOT / recipe).is_file():
-        load_config(ROOT / recipe, overrides)
+        kind = recipe_kind(ROOT / recipe)
+        load_config(ROOT / recipe, overrides) if kind is None else load_supervised(kind, ROOT / recipe, overrides)
     else:
         apply_overrides(Config, {}, overrides, ROOT)
 

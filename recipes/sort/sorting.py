@@ -1,6 +1,6 @@
 """The task, the rewards and the start of `sort.toml`: put four letters in order.
 
-    python recipes/sort/sorting.py runs/sort-data        # a fresh model, runs/sort-data/model, and examples to warm it up on
+    python recipes/sort/sorting.py runs/sort-data       # a fresh model, and examples to warm it up on
 
 A model of 0.1 million parameters, made here, with a letter per token: small enough that every algorithm can be seen to
 learn on two CPU cores within minutes.
@@ -46,7 +46,7 @@ def at_random(prompts: list[str], completions: list[str], rows: list[dict]) -> l
 
 
 def examples(seed: int = 1) -> Iterator[dict[str, str]]:
-    """For the warm-up: answers in the right form, a quarter of them in order, the others shuffled. What is left is for RL."""
+    """For the warm-up: answers in the right form, a quarter of them in order. The rest is for RL to find."""
     for index in range(EXAMPLES):
         row = rows(index, seed)
         answer = row["answer"]
