@@ -24,6 +24,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.sync.verify import leaf_digests
 from lockstep.train.collect import Experience
 from lockstep.train.loop import Loop
+from lockstep.train.reference import Reference
 from lockstep.train.serving import Local
 from lockstep.train.trainer import StepResult, Trainer
 from lockstep.types import PolicyVersion, SamplingParams, Trajectory
@@ -395,8 +396,8 @@ def a_kl_without_gradient(bench):
 def a_reference_that_is_another(bench):
     cluster = bench.cluster()
     other = {path: leaf * 1.1 for path, leaf in cluster.trainer.frozen.items()}
-    weights = SplitWeights.of(other, cluster.spec.num_layers)
-    return replace(cluster, reference=replace(cluster.reference, weights=weights, shares_trunk=False))
+    reference = cluster.reference
+    return replace(cluster, reference=Reference(reference.programs, other, None, reference.geometry, False))
 
 
 # ---------------------------------------------------------------- sync and loop
