@@ -274,11 +274,23 @@ BAD_PAIRS = [
         "--rollout.url http://host:8000 --cluster.rollout={data=2}",
         ["`cluster.rollout` = {data = 2", "with `rollout.url`", 'use `cluster.rollout` = "actor"'],
     ),
+    (
+        "--rollout.url http://host:8000 --rollout.update dual",
+        ['`rollout.update` = "dual" has no effect with `rollout.url`', "`lockstep serve --policy`"],
+    ),
     ("--train.micro_batch_rows 639", ["`train.micro_batch_rows` = 639", "use at least 640"]),
     ("--train.select informative", ["`train.select_count` = 0", "use 1 to 128"]),
     ("--train.select informative --train.select_count 129", ["`train.select_count` = 129", "use 1 to 128"]),
     ("--train.select_count 3", ['has no effect with `train.select` = "all"']),
     ("--optim.warmup_steps 4", ["`optim.warmup_steps` = 4 is more than `run.steps` = 3"]),
+    (
+        "--algorithm.name=ppo --critic={warmup_steps=3}",
+        ["`critic.warmup_steps` = 3 is not less than `run.steps` = 3", "never be trained"],
+    ),
+    (
+        "--algorithm.name=ppo --critic={warmup_steps=1} --optim.warmup_steps 3",
+        ["`optim.warmup_steps` = 3 is more than `run.steps` = 3 less `critic.warmup_steps` = 1"],
+    ),
     ("--algorithm.kl_coef 0.1 --algorithm.kl_estimator k1", ["expected gradient is 0", 'use "k2"']),
     ("--algorithm.kl_coef 0.1 --algorithm.measure_kl false", ["`algorithm.measure_kl` = false"]),
     ("--task.kind file", ['`task.path` is missing, which kind = "file" needs']),
@@ -448,3 +460,7 @@ def test_an_environment_fits_the_rest() -> None:
     assert "`environment.function`: expected module:function" in refused("--environment.function x", text)
     long = refused("--train.micro_batch_rows 800", text)
     assert "task.max_prompt_tokens + environment.max_total_tokens = 512 + 300 = 812" in long
+
+
+def test_a_critic_without_keys_is_one() -> None:
+    assert read("--algorithm.name=ppo --critic={}").cluster.owner("critic") == "actor"

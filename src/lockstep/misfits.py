@@ -132,6 +132,11 @@ def _overlap_misfits(config: Config) -> Iterator[str]:
             f"`cluster.rollout` = {literal(cluster.shapes['rollout'])} with `rollout.url`: the service samples, no "
             'sampler is built here, and its devices are its own; use `cluster.rollout` = "actor", or leave it out'
         )
+    if rollout.url is not None and rollout.update != "drain":
+        yield (
+            f"`rollout.update` = {literal(rollout.update)} has no effect with `rollout.url`: how a service changes its "
+            "weights is its own (`lockstep serve --policy`); leave it out"
+        )
     if rollout.url is not None or not rollout.staleness:
         return
     shares = [role for role in cluster.roles if role != "rollout" and cluster.owner(role) == cluster.owner("rollout")]
