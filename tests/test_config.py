@@ -14,6 +14,7 @@ from lockstep.config import Config, MeshConfig, load_config, parse_config
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.overrides import split_overrides
 from lockstep.schema import find
+from lockstep.supervised_recipe import load_supervised, recipe_kind
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -48,6 +49,9 @@ def refused(overrides: str | list[str] = "", text: str = SMALL) -> str:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_every_shipped_recipe_is_read(path: Path) -> None:
+    if kind := recipe_kind(path):
+        assert load_supervised(kind, path).run.name == path.stem
+        return
     config = load_config(path)
     assert config.run.name == path.stem
     if config.task.path is not None:

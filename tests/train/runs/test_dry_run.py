@@ -17,6 +17,7 @@ from lockstep.models.init import init_params
 from lockstep.models.spec import num_parameters
 from lockstep.plan.answer import plan_of
 from lockstep.plan.request import request_of_recipe
+from lockstep.train import trainer
 from lockstep.train.assembly import build
 from lockstep.train.dry_run import describe, planned_bytes
 from lockstep.train.footprint import bytes_per_role, device_bytes, snapshot_column
@@ -69,7 +70,7 @@ def test_snapshot_gradients_and_staged_copies_are_as_large_as_said(opened, kit, 
     seen: dict[str, int] = {}
     with opened(config) as loop:
         cluster = loop.cluster
-        said, add, push = bytes_per_role(cluster), cluster.trainer._add, cluster.sync.push
+        said, add, push = bytes_per_role(cluster), trainer.added, cluster.sync.push
 
         def counted_add(total, more):
             seen["gradients"] = device_bytes((total, more))
@@ -83,7 +84,7 @@ def test_snapshot_gradients_and_staged_copies_are_as_large_as_said(opened, kit, 
             seen["staged"] = device_bytes(staged)
             return receipt
 
-        monkeypatch.setattr(cluster.trainer, "_add", counted_add)
+        monkeypatch.setattr(trainer, "added", counted_add)
         monkeypatch.setattr(cluster.sync, "push", counted_push)
         loop.start()
         loop.step()
