@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep.algorithms.checked import judged as checked
 from lockstep.audit.soak import Soak
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.programs import SplitWeights
-from lockstep.config import Config
+from lockstep.config import Config, OptimConfig
 from lockstep.envs.base import Score
 from lockstep.envs.rewards import Reward
 from lockstep.rollout.engine import make_fingerprint, request_seed
@@ -88,15 +88,20 @@ class SpreadReward(Reward):
 def remade(trainer: Trainer, config: Config) -> Trainer:
     """The same trainer (class, programs, weights, algorithm) with an optimizer that keeps the gradient, stands still,
     moves, and stands still again; it measures a mismatch where the run's own would stop."""
+    schedule, optimizer = _measuring(config.optim)
+    return type(trainer)(
+        trainer.programs, trainer.frozen, trainer.trainable, trainer.algorithm, optimizer, schedule, exact=False
+    )
+
+
+@cache
+def _measuring(optim: OptimConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:
     moves = [0.0, MOVING_LR, 0.0]
     schedule = optax.join_schedules(
         [optax.constant_schedule(rate) for rate in moves], [STILL_STEPS, STILL_STEPS + MOVING_STEPS]
     )
     # A trace that forgets everything holds the newest gradient.
-    optimizer = optax.chain(optax.trace(0.0), make_optimizer(config.optim, schedule))
-    return type(trainer)(
-        trainer.programs, trainer.frozen, trainer.trainable, trainer.algorithm, optimizer, schedule, exact=False
-    )
+    return schedule, optax.chain(optax.trace(0.0), make_optimizer(optim, schedule))
 
 
 @dataclass

@@ -89,7 +89,6 @@ class EnvironmentFailure(Exception):
 
     def __init__(self, kind: Kind, why: str) -> None:
         super().__init__(f"environment {kind}: {why}")
-        self.kind = kind
 
 
 class Guarded:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from lockstep import checkpoint
 from lockstep.config import load_config
 from lockstep.errors import CheckpointError
 from lockstep.models import load_model
+from lockstep.models.catalog import LoadedModel
 from lockstep.models.hf import save_folder
 from lockstep.models.lora import merge
 from lockstep.sync.verify import leaf_digests, tree_digest
@@ -50,6 +52,11 @@ def export_run(run_dir: Path, to: Path, say: Callable[[str], None] | None = None
         params = merge(model.params, trained, leaves.lora.scale)
     else:
         params = {path: np.asarray(trained[path]).astype(model.params[path].dtype) for path in leaves.trains}
+    write_model(to, model, params)
+
+
+def write_model(to: Path, model: LoadedModel, params: Mapping[str, Any]) -> None:
+    """`params` as a Hugging Face folder with the model's tokenizer. Raises ModelError when `to` exists."""
     with tempfile.TemporaryDirectory() as scratch:
         # Special token ids go where `save_folder` looks for them, beside the tokenizer's own files.
         model.tokenizer.save(scratch)

@@ -6,7 +6,6 @@ to another site without an Origin, and a name of its own that it lets point here
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,19 +17,11 @@ from lockstep.errors import ConfigError
 from lockstep.service.http.errors import HttpError, bad, invalid
 from lockstep.service.http.exchange import JSON
 from lockstep.service.http.settings import Access, AccessTokens
+from lockstep.sync.channel import is_loopback
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 MOST_KEY = 255
 BodyT = TypeVar("BodyT", bound=BaseModel)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_host(host: str, tokens: AccessTokens) -> None:

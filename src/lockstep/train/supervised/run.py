@@ -6,8 +6,6 @@ ended, `model/`: a Hugging Face folder, `ForSequenceClassification` of a reward 
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -31,14 +29,15 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
 from lockstep.models.catalog import LoadedModel, load_spec
 from lockstep.models.decoder import Numerics
-from lockstep.models.hf import save_folder
 from lockstep.models.lora import merge
 from lockstep.models.spec import num_parameters
+from lockstep.rollout.generate import PAGE_SIZE
 from lockstep.supervised_recipe import DpoRecipe, RewardRecipe, SftRecipe, SupervisedRecipe
 from lockstep.sync.verify import leaf_digests, tree_digest
 from lockstep.text import sanitize
 from lockstep.train import rundir
 from lockstep.train.batching import Geometry
+from lockstep.train.export import write_model
 from lockstep.train.policy import TRAINABLE_DTYPE, LeafSplit, trained_leaves
 from lockstep.train.supervised.examples import Examples
 from lockstep.train.supervised.likelihood import DpoObjective, SftObjective
@@ -46,7 +45,6 @@ from lockstep.train.supervised.objective import Objective, SupervisedTrainer
 from lockstep.train.supervised.reward import PairObjective
 from lockstep.train.trained_model import make_trained_model
 
-PAGE_SIZE = 16
 MODEL = "model"
 Say = Callable[[str], None]
 OBJECTIVES: Mapping[type[SupervisedRecipe], type[Objective[Any]]] = {
@@ -235,7 +233,4 @@ def export(training: Training, to: Path) -> None:
     params = base.params | whole
     if lora is not None:
         params = merge(params, trained, lora.scale)
-    with tempfile.TemporaryDirectory() as scratch:
-        base.tokenizer.save(scratch)
-        Path(scratch, "config.json").write_text(json.dumps({"eos_token_id": sorted(base.tokenizer.eos_ids)}))
-        save_folder(to, base.spec, params, tokenizer_files_from=scratch)
+    write_model(to, base, params)
