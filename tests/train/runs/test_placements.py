@@ -24,6 +24,8 @@ APART = {
     "all eight devices": f"{FSDP2}, rollout = {{data = 2, tensor = 2}}, reference = {{fsdp = 2}}",
     "reference with the rollout": f'{FSDP2}, rollout = {{data = 2}}, reference = "rollout"',
 }
+# Every placement compiles programs of its own: one of them is for the slow tests, where it takes steps.
+PLACES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "each by itself")) for name in APART]
 FULL = ("--lora=none", "--optim.lr=0.002")
 STEPS = 3
 
@@ -88,7 +90,7 @@ def place(kit, opened, tmp_path_factory):
         yield get
 
 
-@pytest.fixture(scope="module", params=["together", *APART])
+@pytest.fixture(scope="module", params=["together", *PLACES])
 def placed(request, place) -> Placed:
     return place(TOGETHER if request.param == "together" else APART[request.param])
 
@@ -150,39 +152,32 @@ def test_a_sampler_in_bfloat16_is_the_same_sampler(place, left, trains) -> None:
         assert r["bytes_crossing"] == r["bytes_planned"] == r["bytes_moved"] == held and r["probed"] == 2
 
 
-def test_only_the_syncs_differ(place, left) -> None:
-    metrics = {name: left(place(c).loop.run_dir).metrics() for name, c in (("together", TOGETHER), *APART.items())}
-    assert [m["syncs"] for m in metrics.pop("together")] == [0, 0, 0]
-    for name, records in metrics.items():
-        assert [m["syncs"] for m in records] == [2, 3, 4], name  # the first version crossed before step 1
-        assert [m["policy_version"] for m in records] == [0, 1, 2]
+@pytest.mark.parametrize("name", PLACES)
+def test_only_the_syncs_differ(place, left, name: str) -> None:
+    assert [m["syncs"] for m in left(place(TOGETHER).loop.run_dir).metrics()] == [0, 0, 0]
+    records = left(place(APART[name]).loop.run_dir).metrics()
+    assert [m["syncs"] for m in records] == [2, 3, 4]  # the first version crossed before step 1
+    assert [m["policy_version"] for m in records] == [0, 1, 2]
 
 
-def test_receipts_say_what_crossed(place, left) -> None:
-    for name, cluster in APART.items():
-        placed = place(cluster)
-        receipts = left(placed.loop.run_dir).receipts()
-        assert [(r["step"], r["version"], r["syncs"]) for r in receipts] == [(n, n, n + 1) for n in range(STEPS + 1)]
-        shards = [s for leaf in placed.loop.cluster.replica.installed.values() for s in leaf.addressable_shards]
-        assert len({s.device for s in shards}) == (4 if name == "all eight devices" else 2)
-        copies = 2 if "data = 2" in cluster.split("rollout")[1] else 1  # fsdp and tensor cut, data keeps copies
-        for r in receipts:
-            assert not r["same_buffers"] and r["bytes_moved"] == r["bytes_planned"] == r["bytes_crossing"]
-            assert r["bytes_moved"] == sum(s.data.nbytes for s in shards)
-            # What no axis can cut is kept once by each device.
-            assert copies <= r["bytes_moved"] / r["bytes_selected"] <= len({s.device for s in shards})
+@pytest.mark.parametrize("name", PLACES)
+def test_receipts_say_what_crossed(place, left, name: str) -> None:
+    placed = place(APART[name])
+    receipts = left(placed.loop.run_dir).receipts()
+    assert [(r["step"], r["version"], r["syncs"]) for r in receipts] == [(n, n, n + 1) for n in range(STEPS + 1)]
+    shards = [s for leaf in placed.loop.cluster.replica.installed.values() for s in leaf.addressable_shards]
+    assert len({s.device for s in shards}) == (4 if name == "all eight devices" else 2)
+    copies = 2 if "data = 2" in APART[name].split("rollout")[1] else 1  # fsdp and tensor cut, data keeps copies
+    for r in receipts:
+        assert not r["same_buffers"] and r["bytes_moved"] == r["bytes_planned"] == r["bytes_crossing"]
+        assert r["bytes_moved"] == sum(s.data.nbytes for s in shards)
+        # What no axis can cut is kept once by each device.
+        assert copies <= r["bytes_moved"] / r["bytes_selected"] <= len({s.device for s in shards})
 
 
-def test_roles_are_where_the_dial_says(place) -> None:
-    placed = place(APART["each by itself"]).loop.cluster
-    held = {
-        "actor": placed.trainer.params["layers.2.q.lora_a"],
-        "rollout": placed.replica.installed["layers.2.q.lora_a"],
-        "reference": placed.reference.weights.layers[2]["q"],
-    }
-    assert {role: sorted(d.id for d in a.sharding.device_set) for role, a in held.items()} == {
-        "actor": [0, 1], "rollout": [2, 3], "reference": [4, 5],
-    }  # fmt: skip
+def test_roles_are_where_the_dial_says(place, kit, opened, tmp_path) -> None:
+    with opened(kit.config(tmp_path, *overrides(APART["each by itself"]))) as loop:
+        _each_by_itself(loop.cluster)
     eight = place(APART["all eight devices"]).loop.cluster
     assert {d.id for role in ("actor", "rollout", "reference") for d in eight.dial.mesh(role).devices.flat} == set(
         range(8)
@@ -191,6 +186,17 @@ def test_roles_are_where_the_dial_says(place) -> None:
     assert all(together.replica.installed[p] is a for p, a in together.trainer.trainable.items())
     shared = place(APART["reference with the rollout"]).loop.cluster
     assert shared.reference.weights.layers[0]["q"] is shared.rollout_frozen["layers.0.q"]
+
+
+def _each_by_itself(cluster) -> None:
+    held = {
+        "actor": cluster.trainer.params["layers.2.q.lora_a"],
+        "rollout": cluster.replica.installed["layers.2.q.lora_a"],
+        "reference": cluster.reference.weights.layers[2]["q"],
+    }
+    assert {role: sorted(d.id for d in a.sharding.device_set) for role, a in held.items()} == {
+        "actor": [0, 1], "rollout": [2, 3], "reference": [4, 5],
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- gates
