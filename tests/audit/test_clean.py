@@ -32,8 +32,11 @@ def test_a_clean_cluster_that_trains_every_weight(ask, all_weights) -> None:
         ["--numerics.mode=fast", "--rollout.kv_dtype=int8", "--rollout.weights_dtype=int8"],
         ["--model.dtype=bfloat16", "--algorithm={measure_kl = false}", "--rollout.temperature=1.0"],
         ["--task.template=chat", "--task.max_prompt_tokens=64", "--train.micro_batch_rows=256", "--rollout.samples=2"],
+        ["--train={epochs = 2, mini_batches = 3, micro_batch_rows = 64}", "--algorithm.reference_every=1"],
+        ["--algorithm.name=ppo", "--critic={warmup_steps = 1, optim = {lr = 0.01}}"],
+        ["--algorithm={name = 'dapo', overlong_tokens = 3, mask_truncated = true}"],
     ],
-    ids=["apart", "fast", "eight bits", "bfloat16", "chat"],
+    ids=["apart", "fast", "eight bits", "bfloat16", "chat", "several updates", "a critic first", "dapo"],
 )
 def test_other_corners_of_the_recipe(kit, overrides) -> None:
     report = audit(kit.config(*overrides))

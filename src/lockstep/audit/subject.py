@@ -68,6 +68,7 @@ def in_small(config: Config, folder: Path) -> Config:
         },
         # One update a step, so that a step's rate is its update's; the trainer's program is the same.
         "train": {"select": "all", "select_count": 0, "save_trajectories": True, "epochs": 1, "mini_batches": 1},
+        "algorithm": {"mask_truncated": False},  # that samples are cut so early is the audit's doing
     }
     if config.critic is not None:
         changed["critic"] = {"warmup_steps": 0}  # what is looked at is the policy's training
