@@ -117,7 +117,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name[0] == "g")) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name[0] in "gl")) for name in CASES])
 def test_values_and_gradients_are_those_of_the_plain_way(case: str, trajectories, targets) -> None:
     """Values to 1e-5; the gradient of every leaf to 1e-4 of its largest entry."""
     made = critic(**CASES[case])

@@ -84,7 +84,7 @@ def _trained(step: StepRecord) -> Trained:
 def _shaped(config: Config, t: Trajectory) -> float:
     """The reward less what the completion's length costs (DAPO, arXiv:2503.14476, equation 13)."""
     s, most = config.algorithm, config.max_completion_tokens
-    over = t.num_sampled - (most - s.overlong_tokens)
+    over = len(t.completion_ids) - (most - s.overlong_tokens)
     return t.reward - (s.overlong_penalty * min(over / s.overlong_tokens, 1.0) if s.overlong_tokens and over > 0 else 0)
 
 

@@ -108,7 +108,14 @@ def test_the_plan_is_printed(kit, tmp_path) -> None:
     assert "8 of 8 devices used" in text
 
 
-@pytest.mark.parametrize("more", [[], ["--model.dtype=bfloat16"], ["--lora=none", "--sync.staging_mib=1"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(["--model.dtype=bfloat16"], marks=pytest.mark.slow),
+        pytest.param(["--lora=none", "--sync.staging_mib=1"], marks=pytest.mark.slow),
+    ],
+)
 def test_the_plan_that_is_printed_is_the_one_that_runs(kit, opened, left, tmp_path, more: list[str]) -> None:
     config = kit.config(tmp_path, APART, *more)
     with opened(config) as loop:

@@ -60,7 +60,7 @@ def test_the_exported_folder_generates(kit, exported) -> None:
     assert [t.logprobs.tolist() for t in ours] != [t.logprobs.tolist() for t in base]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_full_parameter_run_exports_its_own_weights(kit, train, left, tmp_path, dtype: str) -> None:
     overrides = ("--lora=none", "--run.steps=1", "--optim.lr=0.01", f"--model.dtype={dtype}")
     run = left(train(kit.config(tmp_path, *overrides)))

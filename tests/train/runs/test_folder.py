@@ -70,14 +70,18 @@ def assert_holds(found: tuple[int, str, dict[str, np.ndarray]], loop: Any, dtype
         assert leaves[path].shape == leaf.shape and leaves[path].tobytes() == leaf.tobytes(), path
 
 
+DELTAS = (
+    "--optim.lr=1e-5", "--sync.folder_delta=true", "--sync.folder_format=hf", "--sync.on_failure=evict",
+    "--sync.folder_keep=1",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [
         ("adapter, colocated", ()),
-        ("everything, apart, deltas, hf", (
-            APART, "--lora=none", "--optim.lr=1e-5", BF16, "--sync.folder_delta=true", "--sync.folder_format=hf",
-            "--sync.on_failure=evict", "--sync.folder_keep=1",
-        )),
+        pytest.param("everything, deltas, hf", ("--lora=none", BF16, *DELTAS), marks=pytest.mark.slow),
+        pytest.param("everything, apart, deltas, hf", (APART, "--lora=none", BF16, *DELTAS), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_every_published_version_can_be_followed(name, more, kit, opened, follow, reader, tmp_path):

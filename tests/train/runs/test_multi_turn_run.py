@@ -73,6 +73,22 @@ def done(play: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return play(tmp_path_factory.mktemp("runs"), "echo", "--algorithm.name=reinforce_pp", "--run.checkpoint_every=1")
 
 
+@pytest.mark.slow
+def test_a_critic_values_the_sampled_tokens_of_every_turn(play: Any, left: Any, tmp_path: Path) -> None:
+    """PPO on rewards per turn, with a KL in the rewards and a penalty for length: every number follows."""
+    words = ["--algorithm={name = 'ppo', kl_coef = 0.1, overlong_tokens = 4, overlong_penalty = 0.5}"]
+    words += ["--critic={head_std = 0.5, lora = {rank = 2, last_layers = 1}, optim = {lr = 0.01}}", "--train.epochs=2"]
+    run_dir = play(tmp_path, "echo", *words)
+    run, config = left(run_dir), load_config(run_dir / "recipe.toml")
+    for metrics in run.metrics():
+        step = run.step(metrics["step"])
+        assert metrics["mismatch/max_abs"] == 0 and metrics["turns/max"] > 1 and metrics["updates"] == 2
+        assert differences(config, step, metrics) == []
+        for t in step.trajectories:
+            assert t.values is not None and len(t.values) == t.num_sampled
+        assert any(t.sampled is not None and not t.sampled.all() for t in step.trajectories)
+
+
 def test_a_run_of_several_turns_is_exact_and_its_numbers_follow(done: Path, left: Any) -> None:
     run = left(done)
     config = load_config(done / "recipe.toml")

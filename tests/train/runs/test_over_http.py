@@ -69,6 +69,32 @@ def test_it_is_the_same_run(kit, train, url: str, tokens: Path, tmp_path: Path) 
     assert sorted(receipts[1][-1]["replicas"]) == ["rollout-0", "rollout-1"] and receipts[1][-1]["bytes_moved"] > 0
 
 
+ENVIRONMENT = """
+from lockstep.envs.multi_turn import Environment, Step
+
+
+class Twice(Environment):
+    async def step(self, turn):
+        return Step("!", 0.1 * len(turn.ids)) if turn.number == 0 else Step(reward=turn.text.count("a"), done=True)
+
+
+def make(row, seed):
+    return Twice()
+"""
+
+
+@pytest.mark.slow
+def test_episodes_are_played_on_the_service(kit, train, url: str, tokens: Path, tmp_path: Path) -> None:
+    """The environment is the run's own, every turn a request: the same run as with a sampler of its own."""
+    (tmp_path / "http_environment.py").write_text(ENVIRONMENT)
+    words = ["--run.steps=3", f"--environment={{function = 'http_environment:make', folder = '{tmp_path}'}}"]
+    words += ["--environment.max_total_tokens=6", "--rollout.max_new_tokens=2"]
+    here = train(kit.config(tmp_path / "here", *words))
+    there = train(kit.config(tmp_path / "there", *words, f"--rollout.url={url}", f"--rollout.token_file={tokens}"))
+    assert numbers(here) == numbers(there) and len(numbers(here)) == 3
+    assert all(r["turns/max"] == 2 for r in read_jsonl(there / "metrics.jsonl").records)
+
+
 def test_a_killed_replica_costs_time_and_nothing_else(
     kit, train, url: str, server: tuple[str, int], tokens: Path, tmp_path: Path, monkeypatch
 ) -> None:
