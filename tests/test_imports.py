@@ -34,6 +34,7 @@ LAYERS = [
         "supervised_recipe",
         "reward_section",
         "overrides",
+        "misfits",
         "config",
         "keydocs",
         "files",

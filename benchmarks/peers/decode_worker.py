@@ -103,6 +103,7 @@ def serve(load: Callable[[Setup], Peer], argv: Sequence[str] | None = None) -> N
     """Load the peer and do jobs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # what a library prints stands in the log where it belongs
 
     def answer(record: dict[str, Any]) -> None:
         print(json.dumps(record), file=answers, flush=True)

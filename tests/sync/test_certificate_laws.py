@@ -255,7 +255,8 @@ def test_what_is_certified_is_right(made: Sides, data: st.DataObject) -> None:
     if not failed & {"pieces", "provenance", "relays", "coverage", "rounds", "in_place"}:
         assert gives_what_the_map_says(wrong)
     if sorted(map(repr, changed)) == sorted(map(repr, transfers)):
-        assert not failed
+        # Rows in another order do the same, but are not, row for row, what the bundles list.
+        assert failed == (set() if changed == transfers else {"bundles"})
 
 
 @settings(max_examples=60)
