@@ -19,7 +19,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export LOCKSTEP_CACHE ?= $(CURDIR)/.cache/lockstep
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-short model test test-runs test-train test-rest test-service test-slow test-peers lint types check-format format clean
+.PHONY: help demo demo-short model test test-one test-other test-slow test-peers lint types check-format format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -36,25 +36,16 @@ demo-short: model
 model: $(VENV)/.installed
 	$(BIN)/lockstep models fetch smollm2-135m
 
-# Two processes at a time: a test keeps about one core busy; the longest come first. Each has its own compiled programs.
-RUNS := tests/audit tests/rollout tests/test_exact.py
-TRAIN := tests/train
-SERVICE := tests/service
+# Two processes side by side: a test keeps about one core busy. Each has its own compiled programs.
+ONE := tests/train tests/service
 test: lint types
-	@$(MAKE) --no-print-directory -j2 test-runs test-train test-rest test-service
+	@$(MAKE) --no-print-directory -j2 test-one test-other
 
-test-runs: $(VENV)/.installed-test
-	$(BIN)/pytest -m "not slow" $(RUNS)
+test-one: $(VENV)/.installed-test
+	$(BIN)/pytest -m "not slow" $(ONE)
 
-test-train: $(VENV)/.installed-test
-	JAX_COMPILATION_CACHE_DIR=$(JAX_COMPILATION_CACHE_DIR)/train $(BIN)/pytest -m "not slow" $(TRAIN)
-
-test-rest: $(VENV)/.installed-test
-	JAX_COMPILATION_CACHE_DIR=$(JAX_COMPILATION_CACHE_DIR)/rest $(BIN)/pytest -m "not slow" \
-		$(RUNS:%=--ignore=%) $(TRAIN:%=--ignore=%) $(SERVICE:%=--ignore=%)
-
-test-service: $(VENV)/.installed-test
-	JAX_COMPILATION_CACHE_DIR=$(JAX_COMPILATION_CACHE_DIR)/service $(BIN)/pytest -m "not slow" $(SERVICE)
+test-other: $(VENV)/.installed-test
+	JAX_COMPILATION_CACHE_DIR=$(JAX_COMPILATION_CACHE_DIR)/other $(BIN)/pytest -m "not slow" $(ONE:%=--ignore=%)
 
 # make test-slow    the tests that take minutes
 test-slow: $(VENV)/.installed-test

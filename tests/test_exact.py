@@ -186,7 +186,7 @@ def by_temperature(
     [
         ("llama", "float32"),
         pytest.param("qwen", "float32", marks=pytest.mark.slow),
-        ("gemma", "bfloat16"),
+        pytest.param("gemma", "bfloat16", marks=pytest.mark.slow),
         pytest.param("gemma", "float32", marks=pytest.mark.slow),
         pytest.param("qwen", "bfloat16", marks=pytest.mark.slow),
     ],
@@ -309,7 +309,7 @@ def test_sampling_on_a_mesh_is_sampling_on_one_device(axes: Axes) -> None:
     assert all(same_trajectory(a, b) for a, b in zip(one, many, strict=True))
 
 
-@pytest.mark.parametrize("axes", TRAINER_MESHES)
+@pytest.mark.parametrize("axes", [*TRAINER_MESHES[:-1], pytest.param(TRAINER_MESHES[-1], marks=pytest.mark.slow)])
 def test_the_record_is_the_trainers_on_any_mesh(axes: Axes) -> None:
     """With the record of the single device, which is that of every rollout mesh (the test before). Under LoRA, with an
     adapter that is not zero, on the last layer only."""

@@ -154,7 +154,9 @@ def recomputed(programs: Programs, done: list[Trajectory]) -> np.ndarray:
     return np.concatenate([np.asarray(lp) for lp in found])
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize(
+    "storage", [pytest.param(s, marks=[pytest.mark.slow] * (1 <= n < 3)) for n, s in enumerate(STORAGES)], ids=str
+)
 def test_the_mismatch_is_small_and_is_reported(fast, storage: Storage) -> None:
     done = run(serve(fast(), storage))
     seen = mismatch(np.concatenate([t.logprobs for t in done]), recomputed(fast(), done))
