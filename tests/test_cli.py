@@ -265,6 +265,7 @@ def test_dry_run_prints_the_recipe_and_its_cost_and_runs_nothing(lockstep, recip
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_run_report_export_generate(lockstep, recipe, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = lockstep("run", recipe)

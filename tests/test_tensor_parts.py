@@ -144,7 +144,6 @@ def unequal(trajectories: Sequence[Trajectory], again: np.ndarray) -> int:
 
 # Every mesh samples what the single device samples, and recomputes what it recorded: so any two agree.
 CASES = [
-    (Policy("qwen", lora=True), TWO),
     (Policy("qwen", lora=True), FOUR),
     (Policy("odd"), MIXED),
 ]

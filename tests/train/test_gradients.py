@@ -214,6 +214,7 @@ def test_where_everything_trains_there_is_no_trunk(plain, record, advantages) ->
     assert trainer.first_layer == 0 and trainer.trunks(plain.micro_batches(record, advantages)) is None
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_on_float32_masters(make_policy, trajectories, advantages, whole) -> None:
     """Gradients are float32, point where the float32 model's do, and the record is still exact."""
     policy = make_policy(dtype="bfloat16")

@@ -45,7 +45,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=[pytest.param(w, marks=[pytest.mark.slow] * (w == "apart")) for w in WAYS])
 def run(request, kit, train, left, tmp_path_factory):
     """(bound, run) under each way of taking new weights over, and with each role on devices of its own."""
     bound, words = WAYS[request.param]

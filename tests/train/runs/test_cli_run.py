@@ -116,6 +116,7 @@ def test_the_commands_on_a_finished_run(kit, finished, tmp_path) -> None:
     assert err == "" and "steps = 20" in out and "0 B cross" in out
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_go_on_ends_with_one_message(kit, tmp_path) -> None:
     reward = f'{{functions = [{{name = "run_rewards:raises"}}], folder = "{kit.folder}"}}'
     out, err = lockstep("run", kit.folder / "recipe.toml", "--run.dir", tmp_path, "--reward", reward, code=2)

@@ -24,8 +24,8 @@ APART = {
     "all eight devices": f"{FSDP2}, rollout = {{data = 2, tensor = 2}}, reference = {{fsdp = 2}}",
     "reference with the rollout": f'{FSDP2}, rollout = {{data = 2}}, reference = "rollout"',
 }
-# Every placement compiles programs of its own: one of them is for the slow tests, where it takes steps.
-PLACES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "each by itself")) for name in APART]
+# Every placement compiles programs of its own: the quick tests take steps on one that uses every axis.
+PLACES = [pytest.param(name, marks=[pytest.mark.slow] * (name != "all eight devices")) for name in APART]
 FULL = ("--lora=none", "--optim.lr=0.002")
 STEPS = 3
 
@@ -122,6 +122,7 @@ def test_the_placement_does_not_show(place, left, cluster: str) -> None:
     assert_same_run(place(TOGETHER), place(cluster), left)
 
 
+@pytest.mark.slow
 def test_the_placement_does_not_show_when_everything_trains(place, left) -> None:
     together, apart = place(TOGETHER, FULL), place(APART["each by itself"], FULL)
     assert_same_run(together, apart, left)
@@ -178,14 +179,15 @@ def test_receipts_say_what_crossed(place, left, name: str) -> None:
 def test_roles_are_where_the_dial_says(place, kit, opened, tmp_path) -> None:
     with opened(kit.config(tmp_path, *overrides(APART["each by itself"]))) as loop:
         _each_by_itself(loop.cluster)
+    with opened(kit.config(tmp_path, *overrides(APART["reference with the rollout"]))) as loop:
+        shared = loop.cluster
+        assert shared.reference.weights.layers[0]["q"] is shared.rollout_frozen["layers.0.q"]
     eight = place(APART["all eight devices"]).loop.cluster
     assert {d.id for role in ("actor", "rollout", "reference") for d in eight.dial.mesh(role).devices.flat} == set(
         range(8)
     )
     together = place(TOGETHER).loop.cluster
     assert all(together.replica.installed[p] is a for p, a in together.trainer.trainable.items())
-    shared = place(APART["reference with the rollout"]).loop.cluster
-    assert shared.reference.weights.layers[0]["q"] is shared.rollout_frozen["layers.0.q"]
 
 
 def _each_by_itself(cluster) -> None:
@@ -204,7 +206,7 @@ def _each_by_itself(cluster) -> None:
 
 def test_a_blank_destination_gets_the_trainers_digest(place) -> None:
     """Gate 2: before the first publish the trained leaves of a rollout mesh are zeros, then they are the actor's."""
-    placed = place(APART["reference with the rollout"])
+    placed = place(APART["all eight devices"])
     assert all(not np.asarray(leaf).any() for leaf in placed.blank.values())
     cluster = placed.loop.cluster
     digests = leaf_digests(cluster.trainer.trainable)

@@ -9,6 +9,7 @@ from lockstep.errors import ConfigError, FingerprintError
 from lockstep.train.assembly import build
 
 
+@pytest.mark.slow
 def test_the_mismatch_is_in_the_record_and_the_options_in_the_identity(kit, opened, left, tmp_path) -> None:
     eight = ["--rollout.kv_dtype=int8", "--rollout.weights_dtype=int8"]
     keys = ["--numerics.mode=fast", "--run.steps=2", "--rollout.kv_memory_mib=1", "--rollout.max_waiting=4"]
