@@ -90,3 +90,12 @@ def test_a_quarter_of_the_examples_is_right() -> None:
     right = sum("".join(sorted(e["prompt"][:-1])) == e["completion"] for e in examples)
     assert len(examples) == 2000 and 500 <= right < 650
     assert all(sorted(e["prompt"][:-1]) == sorted(e["completion"]) for e in examples) and json.dumps(examples[0])
+
+
+@pytest.mark.parametrize("task", ["sort", "addition"])
+def test_the_page_shows_what_was_measured(task: str) -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / f"learning_{task}.json").read_text())["results"]
+    assert set(found) == set(learning.WORDS if task == "sort" else learning.DEMO_WORDS)
+    page = (ROOT / "docs" / "learning.md").read_text()
+    written = page.partition(f"<!-- {task} -->\n")[2].partition(f"<!-- /{task} -->")[0]
+    assert written == learning.table(found) + "\n"
