@@ -62,7 +62,8 @@ def test_planned_bytes_are_the_arrays_bytes(kit, untied, tmp_path, name: str) ->
     assert planned_bytes(config, cluster.dial, spec, split_leaves(config, spec)) == bytes_per_role(cluster)
 
 
-@pytest.mark.parametrize("everything", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("everything", [False, True])
 def test_snapshot_gradients_and_staged_copies_are_as_large_as_said(opened, kit, tmp_path, monkeypatch, everything):
     """Measured where they exist: gradients as they are added up, the new tree as it is installed."""
     trains = ["--lora=none"] if everything else []
