@@ -12,9 +12,9 @@ import pytest
 
 from lockstep.algorithms import make_algorithm
 from lockstep.algorithms.base import Algorithm
-from lockstep.config import AlgorithmConfig, OptimConfig
+from lockstep.config import AlgorithmConfig, OptimConfig, load_config
 from lockstep.errors import MismatchError, NumericsError
-from lockstep.train.optimizer import make_optimizer, make_schedule
+from lockstep.train.optimizer import actor_schedule, make_optimizer, make_schedule
 from lockstep.train.trainer import Trainer, first_trained_layer, mismatch
 
 
@@ -273,3 +273,9 @@ def test_an_update_leaves_the_buffers_it_started_from(plain, record, advantages)
     for path, leaf in served.items():
         assert not leaf.is_deleted()
         assert np.asarray(leaf).tobytes() == plain.trainable[path].tobytes()
+
+
+def test_the_actors_rate_ends_at_the_last_step_also_after_a_critics_warm_up() -> None:
+    words = ["--run.steps=10", "--algorithm.name=ppo", "--optim={lr = 1.0, schedule = 'linear'}"]
+    rate = actor_schedule(load_config("recipes/addition.toml", [*words, "--critic={warmup_steps = 4}"]))
+    assert [float(rate(n)) for n in (0, 3, 6)] == [1.0, 0.5, 0.0]  # six updates
