@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py                                  # the sorting task, every algorithm
     python benchmarks/learning.py --task addition --only grpo,ppo  # the demo's model and task: hours for all
-    python benchmarks/learning.py --only ppo --seeds 1 --out /tmp/ppo.json
+    python benchmarks/learning.py --only ppo --seeds 1 --out ppo.json
 
 The recipe is `recipes/sort.toml` (or `recipes/addition.toml`) with the words of `WORDS`; what they start from is made
 first. Runs of what is measured again replace its part of the JSON result; the figure is drawn from all of it. Every run
@@ -28,19 +28,13 @@ from limits import machine_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTROL = "random reward"
+NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "raft")
 WORDS: dict[str, list[str]] = {
-    "grpo": [],
-    "dr_grpo": ["--algorithm.name=dr_grpo"],
-    "dapo": ["--algorithm.name=dapo"],
-    "gspo": ["--algorithm.name=gspo"],
-    "cispo": ["--algorithm.name=cispo"],
-    "rloo": ["--algorithm.name=rloo"],
-    "reinforce_pp": ["--algorithm.name=reinforce_pp"],
-    "ppo": ["--algorithm.name=ppo", "--critic={warmup_steps = 5, optim = {lr = 3e-3}}"],
-    "raft": ["--algorithm.name=raft"],
+    **{name: [f"--algorithm.name={name}"] for name in NAMES},
     # What it is told says nothing; the task's own reward counts nothing and is what the curve shows.
     CONTROL: ["--reward.functions=[{name = 'sorting:at_random'}, {name = 'sorting:in_order', weight = 0.0}]"],
 }
+WORDS["ppo"] += ["--critic={warmup_steps = 5, optim = {lr = 3e-3}}"]
 DEMO_WORDS: dict[str, list[str]] = {
     "grpo": [],
     "ppo": [
@@ -80,16 +74,8 @@ def warmed_up(work: Path) -> Path:
         if not data.is_dir():
             subprocess.run([sys.executable, ROOT / "recipes" / "sort" / "sorting.py", data], check=True)
         recipe = ROOT / "recipes" / "sort-warm-up.toml"
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            "run",
-            recipe,
-            f"--run.dir={work}",
-            f"--model.name={data / 'model'}",
-        ]
-        subprocess.run([*command, f"--sft.data={data / 'examples.jsonl'}"], check=True)
+        words = [f"--run.dir={work}", f"--model.name={data / 'model'}", f"--sft.data={data / 'examples.jsonl'}"]
+        subprocess.run([sys.executable, "-m", "lockstep", "run", recipe, *words], check=True)
     return folder
 
 

@@ -15,8 +15,9 @@ from hypothesis import settings
 
 from lockstep.cluster.devices import enable_compilation_cache, simulate_cpu_devices
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, shared_programs
+from lockstep.cluster.programs import Programs
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.models.decoder import Numerics
 from lockstep.models.hf import save_folder
 from lockstep.models.init import init_params

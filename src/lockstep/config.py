@@ -112,6 +112,11 @@ class Config(Section):
         return self
 
     @property
+    def actor_steps(self) -> int:
+        """Steps that train the policy: all but those of a critic's warm-up."""
+        return self.run.steps - (0 if self.critic is None else self.critic.warmup_steps)
+
+    @property
     def max_completion_tokens(self) -> int:
         """Tokens of a completion at most: of its one turn, or of all turns and what is said between them."""
         return self.rollout.max_new_tokens if self.environment is None else self.environment.max_total_tokens

@@ -66,13 +66,13 @@ def misfits(config: Config) -> Iterator[str]:
             f'`train.select_count` = {train.select_count} has no effect with `train.select` = "all"; leave it out, or '
             'use `train.select` = "informative"'
         )
-    alone = 0 if config.critic is None else config.critic.warmup_steps
+    alone = config.run.steps - config.actor_steps
     if config.run.steps <= alone:
         yield (
             f"`critic.warmup_steps` = {alone} is not less than `run.steps` = {config.run.steps}: the policy would "
             "never be trained; use fewer"
         )
-    elif config.optim.warmup_steps > config.run.steps - alone:
+    elif config.optim.warmup_steps > config.actor_steps:
         less = f" less `critic.warmup_steps` = {alone}" if alone else ""
         yield (
             f"`optim.warmup_steps` = {config.optim.warmup_steps} is more than `run.steps` = {config.run.steps}{less}: "

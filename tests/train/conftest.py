@@ -16,8 +16,9 @@ import pytest
 from lockstep.algorithms import make_algorithm
 from lockstep.algorithms.base import Algorithm
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, SplitWeights, shared_programs
+from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.config import AlgorithmConfig
 from lockstep.models.decoder import Numerics
 from lockstep.models.init import init_params

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from lockstep.algorithms.value_loss import ValueTokens, value_loss
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, shared_programs
+from lockstep.cluster.programs import Programs
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.errors import NumericsError
 from lockstep.models.decoder import Numerics, reference_logits
 from lockstep.models.init import init_params

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from lockstep.algorithms.base import Advantages, Samples
-from lockstep.algorithms.checked import judged as checked
+from lockstep.algorithms.checked import judged
 from lockstep.audit.soak import Soak
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.programs import SplitWeights
@@ -337,7 +337,7 @@ class Subject:
         """What the algorithm makes of rewards of samples of one token each; where there is a critic, it expects 0."""
         algorithm = self.cluster.trainer.algorithm
         values = [np.zeros(1)] * len(groups) if algorithm.needs_values else None
-        return checked(algorithm, Samples.of([float(r) for r in rewards], groups, values=values))
+        return judged(algorithm, Samples.of([float(r) for r in rewards], groups, values=values))
 
     @cached_property
     def trained(self) -> tuple[StepResult, dict[str, jax.Array]]:

@@ -19,8 +19,8 @@ from lockstep.audit.check import Finding, failed, not_applicable, passed
 from lockstep.audit.definitions import gradient, k_estimate
 from lockstep.audit.subject import Subject, distance, same_bits
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import shared_programs
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.text import format_bytes
 from lockstep.train.batching import MicroBatch
 from lockstep.train.trainer import StepResult

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,6 @@ from lockstep.models.quantise import KVType, Quantised, blank
 from lockstep.models.spec import Leaf, ModelSpec, require_decoder
 
 BACKWARD_ROWS = 128  # bounds the memory of attention and head in the backward pass, whose bits nobody compares
-
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -401,20 +398,3 @@ def numpy_rows(row_shards: int, rows: int, width: int, trash: int) -> Rows:
         read=np.full((n, width), trash, np.int32),
         length=np.ones(n, np.int32),
     )
-
-
-@functools.lru_cache(maxsize=64)
-def shared(kind: Callable[..., Made], *arguments: Any) -> Made:
-    """kind(*arguments), the same object for the same arguments: compiled functions that hold nothing else. Roles on one
-    mesh, and runs that follow each other in a process, then trace and lower each program once, which takes up to a
-    second each also where the compiled one is on disk."""
-    return kind(*arguments)
-
-
-def _programs(spec: ModelSpec, num: Numerics, mesh: Mesh, leaves: tuple[tuple[str, Leaf], ...]) -> Programs:
-    return Programs(spec, num, mesh, dict(leaves))
-
-
-def shared_programs(spec: ModelSpec, num: Numerics, mesh: Mesh, leaves: Mapping[str, Leaf]) -> Programs:
-    """`Programs`, `shared`."""
-    return shared(_programs, spec, num, mesh, tuple(leaves.items()))

@@ -15,8 +15,9 @@ from typing import Literal
 
 from jax.sharding import Mesh
 
-from lockstep.cluster.programs import Programs, shared_programs
+from lockstep.cluster.programs import Programs
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.errors import ConfigError
 from lockstep.models import load_model
 from lockstep.models.decoder import Numerics

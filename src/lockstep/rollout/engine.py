@@ -21,8 +21,9 @@ import numpy as np
 
 from lockstep.cluster.decoding import DecodeSteps
 from lockstep.cluster.devices import host_processor
-from lockstep.cluster.programs import Programs, SplitWeights, padded_pages, shared
+from lockstep.cluster.programs import Programs, SplitWeights, padded_pages
 from lockstep.cluster.quantised_weights import Int8Weights
+from lockstep.cluster.shared import shared
 from lockstep.errors import DataError, ServiceError
 from lockstep.models.decoder import Numerics, Rows
 from lockstep.models.quantise import AS_COMPUTED, Storage

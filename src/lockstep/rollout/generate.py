@@ -11,8 +11,8 @@ import jax
 
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import shared_programs
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.errors import ConfigError
 from lockstep.models import load_model
 from lockstep.models.decoder import Numerics

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from lockstep.cluster.changed_sampling import ChangedSampling
-from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages, shared
+from lockstep.cluster.programs import Programs, SplitWeights, numpy_rows, padded_pages
+from lockstep.cluster.shared import shared
 from lockstep.models.decoder import Rows
 from lockstep.models.sampling import Changes
 from lockstep.rollout.work import Drawn, GroupWork, Pass, Sequence

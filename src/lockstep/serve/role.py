@@ -12,8 +12,9 @@ import numpy as np
 
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, shared_programs
+from lockstep.cluster.programs import Programs
 from lockstep.cluster.sharding import place, shardings
+from lockstep.cluster.shared import shared_programs
 from lockstep.config import Config, load_config
 from lockstep.errors import ConfigError
 from lockstep.models import load_model

@@ -13,8 +13,9 @@ import numpy as np
 from lockstep.algorithms import Algorithm, make_algorithm
 from lockstep.cluster.devices import device_kinds
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, shared_programs
+from lockstep.cluster.programs import Programs
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.config import Config
 from lockstep.envs.base import Task
 from lockstep.envs.rewards import Reward, make_reward

@@ -19,7 +19,8 @@ import numpy as np
 
 from lockstep.algorithms.value_loss import ValueTokens, value_loss
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, shared_programs
+from lockstep.cluster.programs import Programs
+from lockstep.cluster.shared import shared_programs
 from lockstep.config import Config
 from lockstep.errors import ConfigError, NumericsError
 from lockstep.models.catalog import LoadedModel, load_value_model

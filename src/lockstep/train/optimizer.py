@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.cluster.programs import shared
+from lockstep.cluster.shared import shared
 from lockstep.config import Config, OptimConfig
 
 Update = Callable[[Any, Any, Any], tuple[dict[str, jax.Array], Any]]
@@ -37,8 +37,7 @@ def make_schedule(optim: OptimConfig, steps: int, updates_per_step: int = 1) -> 
 
 def actor_schedule(config: Config) -> optax.Schedule:
     """The policy's: it has no updates in the steps that train the critic alone."""
-    alone = 0 if config.critic is None else config.critic.warmup_steps
-    return make_schedule(config.optim, config.run.steps - alone, config.train.updates_per_step)
+    return make_schedule(config.optim, config.actor_steps, config.train.updates_per_step)
 
 
 @functools.lru_cache(maxsize=64)

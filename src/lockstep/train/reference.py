@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, SplitWeights, shared_programs
+from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.config import Config
 from lockstep.models.catalog import LoadedModel
 from lockstep.models.spec import leaf_table
@@ -45,8 +46,7 @@ class Reference:
         shares_trunk: bool,
     ) -> None:
         self.programs, self.geometry, self.shares_trunk = programs, geometry, shares_trunk
-        self._fixed = dict(fixed)
-        self.moving = None if moving is None else dict(moving)
+        self._fixed, self.moving = dict(fixed), moving
 
     @property
     def moving(self) -> dict[str, jax.Array] | None:
@@ -95,21 +95,23 @@ def make_reference(
         return None
     initial, actor, rollout = roles
     moves = config.algorithm.reference_every > 0
-    for role, (programs, frozen) in (("actor", actor), ("rollout", rollout)):
-        if not dial.colocated(role, "reference") or not (frozen or role == "actor"):
-            continue
-        trained = _on(initial, leaves, programs) if moves else None
+    sharing = [
+        (role, programs, frozen)
+        for role, (programs, frozen) in (("actor", actor), ("rollout", rollout))
+        if dial.colocated(role, "reference") and (frozen or role == "actor")
+    ]
+    if sharing:
+        role, programs, frozen = sharing[0]
         # Frozen, a reference of a full-parameter run keeps the first weights themselves.
         fixed = frozen if frozen or moves else initial
-        return Reference(
-            programs, fixed, trained, geometry(config, programs), role == "actor" and config.lora is not None
-        )
-    table = leaves.all if moves else leaf_table(model.spec)
-    programs = shared_programs(model.spec, actor[0].num, dial.mesh("reference"), table)
-    kept = leaves.frozen if moves else table
-    fixed = place(model.params, kept, programs.mesh) if kept else {}
+        shares_trunk = role == "actor" and config.lora is not None
+    else:
+        table = leaf_table(model.spec)
+        programs = shared_programs(model.spec, actor[0].num, dial.mesh("reference"), leaves.all if moves else table)
+        kept = leaves.frozen if moves else table
+        fixed, shares_trunk = place(model.params, kept, programs.mesh) if kept else {}, False
     trained = _on(initial, leaves, programs) if moves else None
-    return Reference(programs, fixed, trained, geometry(config, programs), False)
+    return Reference(programs, fixed, trained, geometry(config, programs), shares_trunk)
 
 
 def _on(initial: Mapping[str, jax.Array], leaves: LeafSplit, programs: Programs) -> dict[str, jax.Array]:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import Programs, SplitWeights, shared_programs
+from lockstep.cluster.programs import Programs, SplitWeights
 from lockstep.cluster.sharding import place
+from lockstep.cluster.shared import shared_programs
 from lockstep.config import Config
 from lockstep.envs.outcome import Outcome
 from lockstep.errors import ConfigError, DataError, ModelError, RewardError

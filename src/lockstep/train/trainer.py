@@ -14,7 +14,8 @@ import optax
 from lockstep.algorithms.base import Algorithm
 from lockstep.algorithms.losses import Tokens, Totals
 from lockstep.cluster.entropy import Entropy
-from lockstep.cluster.programs import Programs, SplitWeights, shared
+from lockstep.cluster.programs import Programs, SplitWeights
+from lockstep.cluster.shared import shared
 from lockstep.errors import MismatchError, NumericsError
 from lockstep.train.batching import MicroBatch
 from lockstep.train.forward import DeviceBatch, backward, last_state, layer_states

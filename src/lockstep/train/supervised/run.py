@@ -23,7 +23,7 @@ from lockstep import checkpoint, metrics
 from lockstep.cluster.cuts import bytes_per_device
 from lockstep.cluster.devices import available_devices
 from lockstep.cluster.mesh import Dial
-from lockstep.cluster.programs import shared_programs
+from lockstep.cluster.shared import shared_programs
 from lockstep.environment import write_environment
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_atomic
