@@ -47,9 +47,9 @@ test-one: $(VENV)/.installed-test
 test-other: $(VENV)/.installed-test
 	JAX_COMPILATION_CACHE_DIR=$(JAX_COMPILATION_CACHE_DIR)/other $(BIN)/pytest -m "not slow" $(ONE:%=--ignore=%)
 
-# make test-slow    the tests that take minutes
+# make test-slow    the tests that take minutes, and the properties on new random examples
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow or hypothesis" --hypothesis-profile=search
 
 # make test-peers    compare models and chat templates with transformers itself, in .venvs/peers (a large download)
 # For checking against transformers only; nothing else uses it. The extra pins torch, because logits are compared within a
