@@ -10,6 +10,7 @@ CANDIDATES = $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14 
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venvs/peers
+VERIFIERS := .venvs/verifiers
 CODE := src tests benchmarks recipes
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
@@ -19,7 +20,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export LOCKSTEP_CACHE ?= $(CURDIR)/.cache/lockstep
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-short model test test-one test-other test-slow test-peers lint types check-format format clean
+.PHONY: help demo demo-short model test test-one test-other test-slow test-peers test-verifiers lint types check-format format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -57,6 +58,10 @@ test-slow: $(VENV)/.installed-test
 test-peers: $(PEERS)/.installed
 	$(PEERS)/bin/pytest tests/models/test_parity_live.py
 
+# make test-verifiers    play environments of the library verifiers, in .venvs/verifiers (a large download)
+test-verifiers: $(VERIFIERS)/.installed
+	$(VERIFIERS)/bin/pytest tests/envs/test_verifiers.py
+
 lint: check-format
 	$(BIN)/ruff check $(CODE)
 
@@ -73,7 +78,7 @@ format: $(VENV)/.installed-test
 
 # make clean    remove what was installed and compiled (runs, fetched models and other folders of .venvs are kept)
 clean:
-	rm -rf $(VENV) $(PEERS) .cache/jax build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(VERIFIERS) .cache/jax build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # ---- installation: done again when pyproject.toml changes
 
@@ -87,11 +92,11 @@ $(VENV)/.installed-test: $(VENV)/.made pyproject.toml
 	$(PIP) install --editable '.[test]'
 	@touch $@ $(VENV)/.installed
 
-$(PEERS)/.installed: $(VENV)/.made pyproject.toml
-	@echo "installing lockstep, torch and transformers into $(PEERS) (minutes)"
-	rm -rf $(PEERS)
-	$(BIN)/python -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip --quiet --disable-pip-version-check --no-input install --editable '.[peers,test]'
+.venvs/%/.installed: $(VENV)/.made pyproject.toml
+	@echo "installing lockstep and its extra '$*' into .venvs/$* (minutes)"
+	rm -rf .venvs/$*
+	$(BIN)/python -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip --quiet --disable-pip-version-check --no-input install --editable '.[$*,test]'
 	@touch $@
 
 $(VENV)/.made:

@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import settings
 
+from lockstep.cluster import short_tiles
 from lockstep.cluster.devices import enable_compilation_cache, simulate_cpu_devices
 from lockstep.cluster.mesh import Dial
 from lockstep.cluster.programs import Programs
@@ -35,7 +36,17 @@ settings.register_profile("search", deadline=None, print_blob=True)
 settings.register_profile("same", parent=settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")
 
+HEIGHTS = short_tiles.HEIGHTS
+
 MOST_MAPS = 40_000  # Linux allows a process 65,530 memory maps; beyond it a compiled program that is loaded crashes it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Passes of fewer rows than a tile, which change no bit, are for the tests of them (marked `short_tiles`) and the slow
+    ones: every height of a pass compiles all layers."""
+    wanted = item.get_closest_marker("short_tiles") or item.get_closest_marker("slow")
+    short_tiles.HEIGHTS = HEIGHTS if wanted else ()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -421,6 +421,7 @@ def test_a_rows_bits_depend_on_the_row_alone(spec: str, dtype: str) -> None:
         assert outputs(rng.permutation(n)[:count], n, width, more) == expected
 
 
+@pytest.mark.short_tiles
 def test_smollm2_records_what_the_trainer_computes() -> None:
     """The real model: 135 million parameters, 49152 tokens, 30 layers."""
     model = load_model("smollm2-135m")

@@ -40,11 +40,10 @@ model = { name = "./model" }
 lora = { rank = 2, last_layers = 2 }
 task = { kind = "file", path = "data.jsonl", max_prompt_tokens = 8 }
 reward = { functions = [{ name = "audit_rewards:even" }] }
-rollout = { prompts = 3, samples = 4, max_new_tokens = 6, temperature = 1.2, slots = 16, page_size = 4 }
+rollout = { prompts = 3, samples = 4, max_new_tokens = 6, temperature = 1.2, slots = 32, page_size = 4 }
 algorithm = { kl_coef = 0.1 }
 optim = { lr = 0.02 }
-train = { micro_batch_rows = 64 }
-numerics = { tile_rows = 16 }
+train = { micro_batch_rows = 32 }
 """
 
 REWARDS = '''

@@ -13,6 +13,8 @@ from lockstep.models.decoder import Numerics
 from lockstep.models.lora import LoraSpec, adapter_table
 from lockstep.models.spec import ModelSpec, leaf_table
 
+pytestmark = pytest.mark.short_tiles
+
 
 def programs(spec: ModelSpec, tile: int, **axes: int) -> Programs:
     leaves = leaf_table(spec) | adapter_table(spec, LoraSpec(rank=4, alpha=8.0))

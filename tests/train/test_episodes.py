@@ -146,6 +146,31 @@ def test_turns_and_tokens_have_a_limit(tokenizer: Tokenizer, settings: dict[str,
         assert len(t.completion_ids) <= settings.get("max_total_tokens", 99)
 
 
+class Judged(Talk):
+    """Would say how good it was only at the end."""
+
+    def __init__(self, late: Any, done: bool = False) -> None:
+        super().__init__(turns=9)
+        self.late, self.done = late, done
+
+    async def step(self, turn: Turn) -> Step:
+        return Step("hm<|im_end|>", 0.25, done=self.done)
+
+    async def truncate(self) -> float:
+        return self.late
+
+
+@pytest.mark.parametrize("settings", [{"max_turns": 2}, {"max_total_tokens": 20}])
+def test_what_a_limit_cuts_off_is_still_judged(tokenizer: Tokenizer, settings: dict[str, int]) -> None:
+    service = Service(tokenizer)
+    for t in play(tokenizer, service, lambda row, seed: Judged(2.0), **settings).trajectories:
+        assert t.failed is None and t.turn_rewards.tolist() == [0.25, 2.25]
+    for t in play(tokenizer, service, lambda row, seed: Judged(2.0, done=True), **settings).trajectories:
+        assert t.failed is None and t.turn_rewards.tolist() == [0.25]
+    for t in play(tokenizer, service, lambda row, seed: Judged(None), **settings).trajectories:
+        assert t.failed == "environment contract: truncate gave the reward None; expected a finite number"
+
+
 async def forever() -> Step:
     await asyncio.sleep(3600)
     return Step()

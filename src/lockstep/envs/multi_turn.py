@@ -9,8 +9,8 @@
 
     def make(row, seed): return Guess(row["answer"])
 
-An environment is made for one sample and used once: `start`, then `step` until one says `done`, then `close`. Imports
-no jax.
+An environment is made for one sample and used once: `start`, then `step` until one says `done` or a limit is reached
+(`truncate`), then `close`. Imports no jax.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode's. Subclass it: `start` and `close` then do nothing by default.
+    """One episode's. Subclass it: `start`, `truncate` and `close` then do nothing by default.
 
     Its code runs in an event loop that all episodes share: what blocks (a subprocess, a long computation) belongs in
     `asyncio.to_thread`, for a deadline can end what waits and not what blocks.
@@ -72,6 +72,12 @@ class Environment(Protocol):
     async def step(self, turn: Turn) -> Step:
         """The answer to a turn."""
         ...
+
+    async def truncate(self) -> float:
+        """Called instead of a further step where a limit of the recipe ends the episode before it is done: a turn that
+        was cut, the last turn, the last token. What it returns is earned by the last turn, besides what that step
+        gave."""
+        return 0.0
 
     async def close(self) -> None:
         """Called once at the end, whatever happened before."""
@@ -110,10 +116,7 @@ class Guarded:
         step = await self._within("step", self._environment.step(turn))
         if not isinstance(step, Step):
             raise EnvironmentFailure("contract", f"step returned {short(step)}; expected a Step")
-        if isinstance(step.reward, bool | int | float) and math.isfinite(step.reward):
-            reward = float(step.reward)
-        else:
-            raise EnvironmentFailure("contract", f"step gave the reward {short(step.reward)}; expected a finite number")
+        reward = _finite("step", step.reward)
         if step.done:
             self._state = "done"
             return Step(None, reward, done=True)
@@ -121,6 +124,12 @@ class Guarded:
         if observation is None:
             raise EnvironmentFailure("contract", "step is not done and returned no observation; what should be read?")
         return Step(observation, reward)
+
+    async def truncate(self) -> float:
+        """Raises EnvironmentFailure, before `start` and after `done` too."""
+        self._require("running", "truncate")
+        self._state = "done"
+        return _finite("truncate", await self._within("truncate", self._environment.truncate()))
 
     async def close(self) -> None:
         """Raises EnvironmentFailure; a second call does nothing."""
@@ -149,6 +158,12 @@ class Guarded:
             return task.result()
         except (Exception, asyncio.CancelledError) as error:
             raise EnvironmentFailure("exception", f"{name} raised {describe_exception(error)}") from error
+
+
+def _finite(name: str, reward: object) -> float:
+    if isinstance(reward, bool | int | float) and math.isfinite(reward):
+        return float(reward)
+    raise EnvironmentFailure("contract", f"{name} gave the reward {short(reward)}; expected a finite number")
 
 
 def _observation(given: object) -> Observation | None:

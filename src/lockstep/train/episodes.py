@@ -204,7 +204,9 @@ class Episodes:
         try:
             guarded = self._made(request.prompt, seed)
             await self._begin(story, guarded)
-            reason = await self._play(story, guarded, request, index, seed, on_event)
+            reason, done = await self._play(story, guarded, request, index, seed, on_event)
+            if not done:
+                story.rewards[-1] += await guarded.truncate()
         except EnvironmentFailure as error:
             failed = str(error)
         finally:
@@ -238,8 +240,9 @@ class Episodes:
 
     async def _play(
         self, story: Story, guarded: Guarded, request: RolloutRequest, index: int, seed: int, on_event: OnEvent
-    ) -> FinishReason:
-        """Turns until the environment is done ("stop"), or turns or tokens are used up ("length")."""
+    ) -> tuple[FinishReason, bool]:
+        """Turns until the environment is done ("stop"), or turns or tokens are used up ("length"). Also whether it is
+        done, which it can be with a turn that was cut."""
         for number in range(self.environment.max_turns):
             left = self.environment.max_total_tokens - len(story.ids)
             if left < 1:
@@ -249,7 +252,7 @@ class Episodes:
                         f"what start returned leaves no room for a turn in environment.max_total_tokens = "
                         f"{self.environment.max_total_tokens}",
                     )
-                return "length"
+                return "length", False
             params = replace(request.params, max_new_tokens=min(request.params.max_new_tokens, left))
             prompt = Prompt(f"{request.id}#{index}/{number}", "", (*request.prompt.ids, *story.ids))
             asked = replace(request, prompt=prompt, seeds=(turn_seed(seed, number),), params=params)
@@ -260,11 +263,11 @@ class Episodes:
             step = await guarded.step(turn)
             story.rewards.append(step.reward)
             if step.done or drawn.finish_reason == "length":
-                return drawn.finish_reason
+                return drawn.finish_reason, step.done
             assert isinstance(step.observation, Observation)
             if number + 1 < self.environment.max_turns:
                 story.pieces.append(self._said(story, ids, step.observation))
-        return "length"
+        return "length", False
 
     def _said(self, story: Story, ids: Sequence[int], observation: Observation) -> tuple[int, ...]:
         """Ids of an observation, behind the turn of these ids. Raises TurnLost where the template rewrites history."""

@@ -30,10 +30,9 @@ model = { name = "./model" }
 lora = { rank = 2, last_layers = 2 }
 task = { kind = "file", path = "data.jsonl", max_prompt_tokens = 6 }
 reward = { functions = [{ name = "run_rewards:even", weight = 2.0 }] }
-rollout = { prompts = 3, samples = 4, max_new_tokens = 6, slots = 16, page_size = 8, stop = ["a", "e", "i", "o", "t"] }
+rollout = { prompts = 3, samples = 4, max_new_tokens = 6, slots = 32, page_size = 16, stop = ["a", "e", "i", "o", "t"] }
 optim = { lr = 0.02 }
-train = { micro_batch_rows = 64 }
-numerics = { tile_rows = 16 }
+train = { micro_batch_rows = 32 }
 """
 
 REWARDS = '''
