@@ -43,8 +43,8 @@ MOST_MAPS = 40_000  # Linux allows a process 65,530 memory maps; beyond it a com
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Passes of fewer rows than a tile, which change no bit, are for the tests of them (marked `short_tiles`) and the slow
-    ones: every height of a pass compiles all layers."""
+    """Passes of fewer rows than a tile, which change no bit, are for the tests of them (marked `short_tiles`) and the
+    slow ones: every height of a pass compiles all layers."""
     wanted = item.get_closest_marker("short_tiles") or item.get_closest_marker("slow")
     short_tiles.HEIGHTS = HEIGHTS if wanted else ()
 

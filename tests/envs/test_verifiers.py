@@ -68,7 +68,7 @@ def play(adapted: Adapted, row: dict[str, Any], said: list[str], cut: bool = Fal
 
 def test_turns_are_those_of_the_librarys_own_rollout(vf: Any) -> None:
     adapted = Adapted(lambda: guessing(vf))
-    row = next(r for r in map(lambda i: adapted.rows(i, 0), range(9)) if r["answer"] == "5")
+    row = next(r for r in (adapted.rows(i, 0) for i in range(9)) if r["answer"] == "5")
     assert [m["role"] for m in row["prompt"]] == ["system", "user"]
     first, second, third = play(adapted, row, ["7", "3", "5"])
     assert (first.observation.text, second.observation.text) == ("lower", "higher")

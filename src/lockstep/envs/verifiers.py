@@ -94,7 +94,7 @@ class _Rollout(Environment):
         self._seen.append({"role": "assistant", "content": turn.text})
         known = len(self._seen)
         if asked[:known] != self._seen:
-            raise ValueError(f"the environment rewrites the conversation: {self._seen} was to be continued, not {asked}")
+            raise ValueError(f"the environment rewrites the conversation: {self._seen} became {asked}")
         if len(asked) != known + 1 or asked[-1]["role"] not in ROLES:
             raise ValueError(f"expected one message after a turn, of {' or '.join(ROLES)}; got {asked[known:]}")
         self._seen = asked
@@ -172,7 +172,7 @@ def _client_class() -> type[Any]:
             "pip install 'lockstep-rl[verifiers]'"
         ) from error
 
-    class Policy(Client):  # type: ignore[misc]
+    class Policy(Client):
         """asked: the messages of requests; each waits for its answer, or is refused."""
 
         def __init__(self) -> None:
