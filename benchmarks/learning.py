@@ -3,12 +3,14 @@
     python benchmarks/learning.py                                  # the sorting task, every algorithm
     python benchmarks/learning.py --task addition --only grpo,ppo  # the demo's model and task: hours for all
     python benchmarks/learning.py --only ppo --seeds 1 --out ppo.json
+    python benchmarks/learning.py --trl --steps 14                 # GRPO on the demo's task, beside TRL's
 
 The recipe is `recipes/sort.toml` (or `recipes/addition.toml`) with the words of `WORDS`; what they start from is made
 first. Runs of what is measured again replace its part of the JSON result; the figure is drawn from all of it. Every run
 is refused that has a step whose record was not the trainer's bit for bit.
 
-The comparison with TRL's GRPO, reward against samples, is `benchmarks/loop.py --learning`.
+With `--trl` the runs are the pairs of `benchmarks/loop.py`: the same model files, prompts in the same order, settings and
+number of samples a step, so that reward per step is reward against samples.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import loop
 from limits import machine_facts
+from summary import learning_table
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTROL = "random reward"
@@ -50,20 +54,33 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. SystemExit with a message when a value makes no sense."""
     parser = argparse.ArgumentParser(description="Reward per step of every algorithm.")
     parser.add_argument("--task", choices=("sort", "addition"), default="sort")
+    parser.add_argument("--trl", action="store_true", help="lockstep's GRPO and TRL's in pairs, on the addition task")
     parser.add_argument("--only", help="algorithms, by comma (default: all of the task's)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
     parser.add_argument("--steps", type=int, help="per run (default: the recipe's)")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "benchmarks" / "learning")
     parser.add_argument("--out", type=Path, help="the JSON result; a figure with the same name goes beside it")
     args = parser.parse_args(argv)
+    if args.trl and (args.only is not None or args.task != "sort"):
+        parser.error("--trl compares GRPO on its own task; --only and --task are for runs without it")
     args.words = WORDS if args.task == "sort" else DEMO_WORDS
     args.only = list(args.words) if args.only is None else args.only.split(",")
     if unknown := [name for name in args.only if name not in args.words]:
         parser.error(f"--only names {', '.join(unknown)}; {args.task} has {', '.join(args.words)}")
     if args.seeds < 1 or (args.steps is not None and args.steps < 2):
         parser.error("--seeds must be at least 1, --steps at least 2")
-    args.out = args.out or ROOT / "benchmarks" / "results" / f"learning_{args.task}.json"
+    args.out = args.out or ROOT / "benchmarks" / "results" / f"learning_{'trl' if args.trl else args.task}.json"
     return args
+
+
+def beside_trl(args: argparse.Namespace) -> str:
+    """The pairs of runs, and their rewards as Markdown. SystemExit where the two cannot be compared."""
+    words = ["--rounds=1", f"--seeds={args.seeds}", f"--out={args.out}", f"--work={args.work.parent}"]
+    words += [] if args.steps is None else [f"--steps={args.steps}"]
+    try:
+        return learning_table(loop.compared(loop.parse_arguments(words))["summary"])
+    except loop.BenchmarkError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 def warmed_up(work: Path) -> Path:
@@ -148,6 +165,9 @@ def figure(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
+    if args.trl:
+        print(beside_trl(args))
+        return 0
     args.work = args.work.resolve()
     start = [f"--model.name={warmed_up(args.work)}"] if args.task == "sort" else []
     measured = {}

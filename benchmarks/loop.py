@@ -1,9 +1,8 @@
 """lockstep against TRL's GRPO on one machine: the same model files, prompts, sampling, loss and optimizer settings.
 
     python benchmarks/loop.py [--steps 6 --rounds 2 --seeds 1]        # seconds per step, paired
-    python benchmarks/loop.py --learning [--steps 15 --seeds 3]       # reward per step as well
 
-Runs lockstep (exact mode) and TRL alternately, never both at once, each run in a process of its own on the same cores.
+What is compared by reward is `benchmarks/learning.py --trl`, which runs the same pairs. Runs lockstep (exact mode) and TRL alternately, never both at once, each run in a process of its own on the same cores.
 Writes a JSON result (default: under benchmarks/results/) and prints tables for docs/performance.md. Seconds of a step
 are compared by medians; the first step of each run, which compiles or warms up, is left out.
 
@@ -35,7 +34,7 @@ from typing import Any
 
 from limits import child_environment, machine_facts, usable_cores, use_cores
 from limits import markdown as limits_table
-from summary import Run, learning_table, median_step, summarise, time_table
+from summary import Run, median_step, summarise, time_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER = ROOT / "benchmarks" / "peers" / "trl_addition.py"
@@ -81,10 +80,9 @@ class BenchmarkError(Exception):
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. SystemExit with a message when a value makes no sense."""
     parser = argparse.ArgumentParser(description="lockstep against TRL on the addition task, paired.")
-    parser.add_argument("--learning", action="store_true", help="compare the reward curves too: longer, more seeds")
-    parser.add_argument("--steps", type=int, help="per run (default: 6; 15 with --learning)")
-    parser.add_argument("--rounds", type=int, help="pairs of runs for each seed (default: 2; 1 with --learning)")
-    parser.add_argument("--seeds", type=int, help="seeds 0, 1, ... (default: 1; 3 with --learning)")
+    parser.add_argument("--steps", type=int, default=6, help="per run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="pairs of runs for each seed (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ... (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=min(2, usable_cores()), help="cores for each side")
     parser.add_argument("--model", default="smollm2-135m", help="a known name (`lockstep models`) or a folder")
     parser.add_argument("--peer", choices=tuple(PEERS), default="tuned", help="TRL at its fastest, or as it comes")
@@ -95,17 +93,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=ROOT / ".cache" / "benchmarks",
         help="model files, and loop-runs/ with the last runs",
     )
-    parser.add_argument("--out", type=Path, help="the JSON result")
+    out = ROOT / "benchmarks" / "results" / "loop.json"
+    parser.add_argument("--out", type=Path, default=out, help="the JSON result")
     args = parser.parse_args(argv)
-    for name, short, long in (("steps", 6, 15), ("rounds", 2, 1), ("seeds", 1, 3)):
-        if getattr(args, name) is None:
-            setattr(args, name, long if args.learning else short)
     for name, least in (("steps", 2), ("rounds", 1), ("seeds", 1), ("threads", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
     if args.threads > usable_cores():
         parser.error(f"--threads is {args.threads}, this process may use {usable_cores()} cores")
-    args.out = args.out or ROOT / "benchmarks" / "results" / ("learning.json" if args.learning else "loop.json")
     return args
 
 
@@ -310,33 +305,37 @@ def measure_limits(args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
+def compared(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the pairs and write the result, which is returned. BenchmarkError where the two cannot be compared."""
     machine = machine_facts()
     use_cores(args.threads)
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     limits = measure_limits(args)
-    try:
-        runs = run_all(args)
-    except BenchmarkError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    summary = summarise(runs)
+    runs = run_all(args)
     result = {
         "machine": machine,
         "limits": limits,
         "settings": {"shared": SETTINGS, "threads": args.threads, "model": args.model, "peer": args.peer},
         "requirements": list(REQUIREMENTS),
-        "summary": summary,
+        "summary": summarise(runs),
         "runs": [asdict(run) for run in runs],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    tables = [time_table(summary), limits_table(limits)]
-    if args.learning:
-        tables.insert(1, learning_table(summary))
-    print(f"\n{machine['cpu']}, {args.threads} cores\n\n" + "\n\n".join(tables) + f"\n\n{os.path.relpath(args.out)}")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    try:
+        found = compared(args)
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    tables = [time_table(found["summary"]), limits_table(found["limits"])]
+    cpu = found["machine"]["cpu"]
+    print(f"\n{cpu}, {args.threads} cores\n\n" + "\n\n".join(tables) + f"\n\n{os.path.relpath(args.out)}")
     return 0
 
 

@@ -45,14 +45,6 @@ PEER_WORDS = ["--model", "m", "--prompts", "p.jsonl", "--out", "o.jsonl"]
 # ---------------------------------------------------------------- command lines
 
 
-def test_loop_defaults_depend_on_what_is_compared() -> None:
-    timing, learning = loop.parse_arguments([]), loop.parse_arguments(["--learning"])
-    assert (timing.steps, timing.rounds, timing.seeds) == (6, 2, 1)
-    assert (learning.steps, learning.rounds, learning.seeds) == (15, 1, 3)
-    assert loop.parse_arguments(["--learning", "--steps", "4"]).steps == 4
-    assert timing.out != learning.out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

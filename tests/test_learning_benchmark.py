@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import random
@@ -28,7 +29,30 @@ def module(folder: str, name: str) -> ModuleType:
         sys.path.remove(path)
 
 
+SIDES = ("lockstep", "trl")
 learning, sorting = module("benchmarks", "learning"), module("recipes/sort", "sorting")
+
+
+def test_beside_trl_the_pairs_of_the_loops_benchmark_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    sides = {side: {"reward": {"by_step": [0.5], "by_seed": [[0.5]], "mean": 0.5, "last_5": 0.5}} for side in SIDES}
+
+    def compared(args: argparse.Namespace) -> dict[str, dict[str, object]]:
+        asked.append((args.steps, args.rounds, args.seeds, args.out, args.model))
+        return {"summary": sides}
+
+    monkeypatch.setattr(learning.loop, "compared", compared)
+    assert learning.main(["--trl", "--steps", "14", "--out", str(tmp_path / "o.json")]) == 0
+    assert asked == [(14, 1, 3, tmp_path / "o.json", "smollm2-135m")]
+    with pytest.raises(SystemExit):
+        learning.parse_arguments(["--trl", "--only", "ppo"])
+
+    def broken(args: argparse.Namespace) -> None:
+        raise learning.loop.BenchmarkError("the two sides differ")
+
+    monkeypatch.setattr(learning.loop, "compared", broken)
+    with pytest.raises(SystemExit, match="the two sides differ"):
+        learning.main(["--trl"])
 
 
 def test_every_algorithm_is_measured_and_every_word_is_a_recipe() -> None:
