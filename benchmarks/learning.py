@@ -9,8 +9,8 @@ The recipe is `recipes/sort.toml` (or `recipes/addition.toml`) with the words of
 first. Runs of what is measured again replace its part of the JSON result; the figure is drawn from all of it. Every run
 is refused that has a step whose record was not the trainer's bit for bit.
 
-With `--trl` the runs are the pairs of `benchmarks/loop.py`: the same model files, prompts in the same order, settings and
-number of samples a step, so that reward per step is reward against samples.
+With `--trl` the runs are the pairs of `benchmarks/loop.py`: the same model files, prompts in the same order, settings
+and number of samples a step, so that reward per step is reward against samples.
 """
 
 from __future__ import annotations

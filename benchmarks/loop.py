@@ -2,7 +2,8 @@
 
     python benchmarks/loop.py [--steps 6 --rounds 2 --seeds 1]        # seconds per step, paired
 
-What is compared by reward is `benchmarks/learning.py --trl`, which runs the same pairs. Runs lockstep (exact mode) and TRL alternately, never both at once, each run in a process of its own on the same cores.
+Runs lockstep (exact mode) and TRL alternately, never both at once, each run in a process of its own on the same cores.
+Reward against samples, of the same pairs of runs, is `benchmarks/learning.py --trl`.
 Writes a JSON result (default: under benchmarks/results/) and prints tables for docs/performance.md. Seconds of a step
 are compared by medians; the first step of each run, which compiles or warms up, is left out.
 
