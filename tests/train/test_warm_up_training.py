@@ -210,6 +210,26 @@ def test_the_gradient_of_every_leaf_is_that_of_the_plain_way(kind: str, training
         assert np.abs(cut[path] - whole[path]).max() <= 2e-5 * scale, path
 
 
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("mesh", ["{data = 2, fsdp = 2}", "{fsdp = 2, tensor = 2}"])
+def test_a_mesh_changes_a_gradient_by_rounding_only(kind: str, mesh: str, recipe: Make) -> None:
+    """And of a log-probability not a bit."""
+    words = ("--numerics.tensor_parts=2",)
+    one = make_training(recipe(kind, "runs", *words))
+    many = make_training(recipe(kind, "runs", f"--cluster={{actor = {mesh}}}", *words))
+    assert many.trainer.model.programs.mesh.size == 4
+    for a, b in zip(one.data.train, many.data.train, strict=True):
+        assert (a.reference is None) == (kind == "sft") and np.array_equal(a.prompt, b.prompt)
+        assert kind == "sft" or a.reference.tobytes() == b.reference.tobytes()
+    (metrics, expected), (mesh_metrics, found) = (
+        gradients(training, list(training.data.train[:12]), 512) for training in (one, many)
+    )
+    assert mesh_metrics == pytest.approx(metrics, rel=1e-5)
+    for path, wanted in expected.items():
+        assert np.abs(found[path] - wanted).max() <= 2e-5 * np.abs(wanted).max(), path
+
+
 def test_what_is_measured_does_not_depend_on_the_batch(trainings: dict[str, Training]) -> None:
     for training in trainings.values():
         items = list(training.data.held_out[:20])  # 16 and 4
