@@ -215,7 +215,7 @@ def begin(house: House, devices: int = 1, **options: Any) -> Run:
 @pytest.mark.parametrize(
     ("kind", "devices", "options"),
     [
-        ("full", 1, {"decode_steps": 8}),
+        pytest.param("full", 1, {"decode_steps": 8}, marks=pytest.mark.slow),
         ("full", 1, {"decode_steps": 1, "num_pages": 9, "swap": "always"}),
         ("full", 1, {"decode_steps": 8, "num_pages": 9, "swap": "never", "slots": 5}),
         ("full", 1, {"drafts": True, "num_pages": 6, "swap": "always"}),

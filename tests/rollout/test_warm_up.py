@@ -23,8 +23,6 @@ from lockstep.rollout.warm_up import counted, needed, needed_by, sizes
 from lockstep.rollout.work import Swap
 from lockstep.types import Fingerprint, PolicyVersion, Prompt, SamplingParams
 
-pytestmark = pytest.mark.short_tiles
-
 FINGERPRINT = Fingerprint("tokenizer", "template", "decoding", "numerics")
 SCORED = SamplingParams(1.0, 16, frozenset({1, 2, 3}), prompt_logprobs=True)
 CUT = SamplingParams(0.8, 16, frozenset({1}), top_k=20, top_p=0.9)
@@ -87,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.short_tiles
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "cut, computed again")) for n in CASES]
 )

@@ -39,7 +39,9 @@ def hammered(hammer: ModuleType, folder: Path, update: str, swaps: int, replicas
     assert result["finished"] > 5 and result["versions"] > 1 and result["scored_tokens"] == result["tokens"], result
 
 
-@pytest.mark.parametrize(("update", "swaps", "replicas"), [("dual", 4, 1), ("drain", 3, 2)])
+@pytest.mark.parametrize(
+    ("update", "swaps", "replicas"), [pytest.param("dual", 4, 1, marks=pytest.mark.slow), ("drain", 3, 2)]
+)
 def test_swaps_under_load(hammer: ModuleType, tiny_folder: Path, update: str, swaps: int, replicas: int) -> None:
     hammered(hammer, tiny_folder, update, swaps, replicas)
 

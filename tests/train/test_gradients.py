@@ -87,7 +87,7 @@ def assert_close(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
         assert error <= tolerance, f"{path}: off by {error:.2e} of its largest entry"
 
 
-SLOW = {"gemma, data x fsdp", "qwen, untied head, fsdp x tensor", "lora on the last layer of qwen, fsdp"}
+SLOW = set(CASES) - {"llama, tied head"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])

@@ -191,7 +191,7 @@ def varied(kit, train, left, tmp_path_factory):
         f'on_error = "drop", folder = "{kit.folder}"}}',
         '--algorithm={kl_coef = 0.3, kl_estimator = "k2"}',
         '--optim={lr = 0.04, schedule = "linear", warmup_steps = 2}',
-        '--train={select = "informative", select_count = 5, micro_batch_rows = 64}',
+        '--train={select = "informative", select_count = 5}',
         "--rollout.temperature=0.8",
     )
     return config, left(train(config))

@@ -22,10 +22,9 @@ model = { name = "./sharded" }
 lora = { rank = 2, last_layers = 2 }
 task = { TASK, template = "chat", system = "Be brief.", max_prompt_tokens = 64 }
 reward = { functions = [{ name = "mine:letters" }] }
-rollout = { prompts = 2, samples = 4, max_new_tokens = 6, slots = 16, page_size = 8 }
+rollout = { prompts = 2, samples = 4, max_new_tokens = 6, slots = 32, page_size = 16 }
 optim = { lr = 0.02 }
 train = { micro_batch_rows = 128 }
-numerics = { tile_rows = 16 }
 """
 MODULE = """
 def rows(index, seed):

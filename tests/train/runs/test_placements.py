@@ -24,8 +24,9 @@ APART = {
     "all eight devices": f"{FSDP2}, rollout = {{data = 2, tensor = 2}}, reference = {{fsdp = 2}}",
     "reference with the rollout": f'{FSDP2}, rollout = {{data = 2}}, reference = "rollout"',
 }
-# Every placement compiles programs of its own: the quick tests take steps on one that uses every axis.
-PLACES = [pytest.param(name, marks=[pytest.mark.slow] * (name != "all eight devices")) for name in APART]
+# Every placement compiles programs of its own: the quick tests take steps on one of two meshes.
+QUICK = "reference with the rollout"
+PLACES = [pytest.param(name, marks=[pytest.mark.slow] * (name != QUICK)) for name in APART]
 FULL = ("--lora=none", "--optim.lr=0.002")
 STEPS = 3
 
@@ -116,7 +117,7 @@ def assert_same_run(one: Placed, other: Placed, left) -> None:
 
 @pytest.mark.parametrize(
     "cluster",
-    [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name != "all eight devices")) for name, c in APART.items()],
+    [pytest.param(c, id=name, marks=[pytest.mark.slow] * (name != QUICK)) for name, c in APART.items()],
 )
 def test_the_placement_does_not_show(place, left, cluster: str) -> None:
     assert_same_run(place(TOGETHER), place(cluster), left)
@@ -176,6 +177,7 @@ def test_receipts_say_what_crossed(place, left, name: str) -> None:
         assert copies <= r["bytes_moved"] / r["bytes_selected"] <= len({s.device for s in shards})
 
 
+@pytest.mark.slow
 def test_roles_are_where_the_dial_says(place, kit, opened, tmp_path) -> None:
     with opened(kit.config(tmp_path, *overrides(APART["each by itself"]))) as loop:
         _each_by_itself(loop.cluster)
@@ -206,7 +208,7 @@ def _each_by_itself(cluster) -> None:
 
 def test_a_blank_destination_gets_the_trainers_digest(place) -> None:
     """Gate 2: before the first publish the trained leaves of a rollout mesh are zeros, then they are the actor's."""
-    placed = place(APART["all eight devices"])
+    placed = place(APART[QUICK])
     assert all(not np.asarray(leaf).any() for leaf in placed.blank.values())
     cluster = placed.loop.cluster
     digests = leaf_digests(cluster.trainer.trainable)
