@@ -296,6 +296,7 @@ BAD_PAIRS = [
         ["`optim.warmup_steps` = 3 is more than `run.steps` = 3 less `critic.warmup_steps` = 1"],
     ),
     ("--algorithm.kl_coef 0.1 --algorithm.kl_estimator k1", ["expected gradient is 0", 'use "k2"']),
+    ("--algorithm.kl_coef 0.1 --algorithm.kl_in reward", ['"k3" and `algorithm.kl_in` = "reward"', 'use "k1"']),
     ("--algorithm.kl_coef 0.1 --algorithm.measure_kl false", ["`algorithm.measure_kl` = false"]),
     ("--task.kind file", ['`task.path` is missing, which kind = "file" needs']),
     ("--task.kind function", ['`task.function` is missing, which kind = "function" needs']),

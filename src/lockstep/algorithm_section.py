@@ -99,7 +99,9 @@ class AlgorithmConfig(Section):
     best_of: Int = key(1, "Best completions of each group that are trained on.", ge=1)
     kl_coef: Float = key(0.0, "Weight of the KL to the reference; 0: none.", ge=0, also=("beta", "kl_weight"))
     kl_in: Literal["loss", "reward"] = key(
-        "loss", "loss: added to the loss, differentiated. reward: taken off the rewards, token by token."
+        "loss",
+        "loss: added to the loss, differentiated (k2 or k3). reward: taken off the rewards, token by token (k1). The "
+        "others are refused there: their gradient is no KL's.",
     )
     kl_estimator: KLEstimator = key("k3", "Which estimate of the KL, per token (Schulman 2020).", also=("kl_type",))
     measure_kl: Bool = key(True, "Measure the KL each step, used or not (a forward pass of the reference).")
@@ -131,7 +133,8 @@ class AlgorithmConfig(Section):
     correction_cap: Float = key(2.0, "Largest weight of the correction.", gt=0, also=("tis_threshold",))
     mask_truncated: Bool = key(
         False,
-        "Leave completions that were cut at max_new_tokens out of the loss.",
+        "Leave out of the loss what a limit ended: rollout.max_new_tokens, in an environment also its max_turns and "
+        "max_total_tokens.",
         also=("mask_truncated_completions",),
     )
     overlong_tokens: Int = key(

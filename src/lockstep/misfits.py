@@ -170,6 +170,13 @@ def _algorithm_misfits(config: Config) -> Iterator[str]:
             'gradient is 0, the penalty would only add noise; use "k2" (gradient of the reverse KL) or "k3", or '
             '`algorithm.kl_in` = "reward"'
         )
+    if algorithm.kl_coef and algorithm.kl_estimator != "k1" and algorithm.kl_in == "reward":
+        yield (
+            f'`algorithm.kl_coef` = {algorithm.kl_coef} with `algorithm.kl_estimator` = "{algorithm.kl_estimator}" and '
+            '`algorithm.kl_in` = "reward": as a reward only "k1" has the gradient of a KL; that of "k2" and "k3" is '
+            'nearly 0 close to the reference and leads away from it further off; use "k1", or '
+            '`algorithm.kl_in` = "loss"'
+        )
     if algorithm.kl_coef and not algorithm.measure_kl:
         yield (
             f"`algorithm.kl_coef` = {algorithm.kl_coef} needs the KL, but `algorithm.measure_kl` = false; leave it out"

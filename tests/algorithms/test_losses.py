@@ -71,6 +71,32 @@ def test_each_estimators_expected_gradient(theta: np.ndarray, ref: np.ndarray) -
         np.testing.assert_allclose(expected_gradient(name, theta, ref), claims[name], atol=2e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("theta", POLICIES)
+@pytest.mark.parametrize("ref", REFERENCES)
+def test_as_a_reward_only_k1_is_the_kls(theta: np.ndarray, ref: np.ndarray) -> None:
+    """sum_a p(a) k(a) d logp(a) / d theta: the policy gradient of a penalty that is a number by then."""
+
+    def gradient(name: KLEstimator) -> np.ndarray:
+        logp = log_softmax(theta)
+        penalty = kl_estimate(name, logp, ref, np)
+        return numeric_gradient(lambda t: float((np.exp(log_softmax(t)) * penalty).sum()), theta)
+
+    reverse, forward = (numeric_gradient(lambda t, kl=kl: kl(t, ref), theta) for kl in (reverse_kl, forward_kl))
+    np.testing.assert_allclose(gradient("k1"), reverse, atol=2e-6)
+    np.testing.assert_allclose(gradient("k3"), reverse - forward, atol=2e-6)
+
+
+@pytest.mark.parametrize("distance", [0.01, 0.1])
+def test_near_the_reference_the_others_are_next_to_nothing(distance: float) -> None:
+    ref, rng = np.array([0.2, -0.1, 0.4]), np.random.default_rng(0)
+    theta = ref + distance * rng.standard_normal(3)
+    true = numeric_gradient(lambda t: reverse_kl(t, log_softmax(ref)), theta)
+    for name in ("k2", "k3"):
+        penalty = kl_estimate(name, log_softmax(theta), log_softmax(ref), np)
+        found = numeric_gradient(lambda t, k=penalty: float((np.exp(log_softmax(t)) * k).sum()), theta)
+        assert np.linalg.norm(found) < 0.5 * distance**0.5 * np.linalg.norm(true)
+
+
 def test_the_two_kl_gradients_differ() -> None:
     """So the table above tells k2 from k3."""
     theta, ref = POLICIES[1], REFERENCES[0]

@@ -149,12 +149,13 @@ def test_turns_and_tokens_have_a_limit(tokenizer: Tokenizer, settings: dict[str,
 class Judged(Talk):
     """Would say how good it was only at the end."""
 
-    def __init__(self, late: Any, done: bool = False) -> None:
+    def __init__(self, late: Any, done: bool = False, says: bool = True) -> None:
         super().__init__(turns=9)
-        self.late, self.done = late, done
+        self.late, self.done, self.says = late, done, says
 
     async def step(self, turn: Turn) -> Step:
-        return Step("hm<|im_end|>", 0.25, done=self.done)
+        needless = turn.number == 1 or turn.finish_reason == "length"
+        return Step(None if needless and not self.says else "hm<|im_end|>", 0.25, done=self.done)
 
     async def truncate(self) -> float:
         return self.late
@@ -169,6 +170,19 @@ def test_what_a_limit_cuts_off_is_still_judged(tokenizer: Tokenizer, settings: d
         assert t.failed is None and t.turn_rewards.tolist() == [0.25]
     for t in play(tokenizer, service, lambda row, seed: Judged(None), **settings).trajectories:
         assert t.failed == "environment contract: truncate gave the reward None; expected a finite number"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards"), [({"max_turns": 2}, [0.25, 2.25]), ({"max_total_tokens": 2}, [2.25])]
+)
+def test_what_nobody_will_read_need_not_be_said(
+    tokenizer: Tokenizer, settings: dict[str, int], rewards: list[float]
+) -> None:
+    """After the last turn, and after one that was cut."""
+    for says in (True, False):
+        found = play(tokenizer, Service(tokenizer), lambda row, seed: Judged(2.0, says=says), **settings)  # noqa: B023
+        for t in found.trajectories:
+            assert t.failed is None and t.turn_rewards.tolist() == rewards and t.finish_reason == "length"
 
 
 async def forever() -> Step:

@@ -14,15 +14,17 @@ from lockstep.algorithms.base import Advantages, Samples
 def per_group(samples: Samples, rule: Callable[[np.ndarray], np.ndarray]) -> Advantages:
     """Advantages by a rule on the outcomes [n] of one group. Exactly 0 where they are all equal, and in a group of
     one."""
-    r, out, flat, groups = samples.outcomes, np.zeros(len(samples.rewards)), 0, samples.groups
+    r, out, groups = samples.outcomes, np.zeros(len(samples.rewards)), samples.groups
     for members in groups.values():
-        own = r[members]
-        # Compared, not subtracted: the mean of three rewards of 0.1 is not 0.1.
-        if own.min() == own.max():
-            flat += 1
-        else:
+        if not _all_equal(own := r[members]):
             out[members] = rule(own)
-    return Advantages(out, flat, len(groups))
+    # A KL that is taken off tells samples apart, and teaches nothing of the task.
+    return Advantages(out, sum(_all_equal(samples.rewards[m]) for m in groups.values()), len(groups))
+
+
+def _all_equal(values: np.ndarray) -> bool:
+    """Compared, not subtracted: the mean of three rewards of 0.1 is not 0.1."""
+    return bool(values.min() == values.max())
 
 
 def group_scores(samples: Samples, scale: RewardScale, std_epsilon: float) -> Advantages:

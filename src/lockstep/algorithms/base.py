@@ -101,8 +101,8 @@ class Samples:
 @dataclass(frozen=True)
 class Advantages:
     """per_sample [B] float64; where tokens of a sample differ, their mean. per_token: then, of each sample, [T].
-    used [B] bool: which samples are trained on. zero_variance: groups whose rewards are all equal; groups: how many
-    there were. returns: for the critic, of each sample [T] float64."""
+    used [B] bool: which samples are trained on. zero_variance: groups whose rewards (a KL not taken off) are all equal;
+    groups: how many there were. returns: for the critic, of each sample [T] float64."""
 
     per_sample: np.ndarray
     zero_variance: int

@@ -29,16 +29,14 @@ def _spread(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
-def by_group(settings: AlgorithmConfig, rewards: Sequence[float], groups: Sequence[str]) -> tuple[np.ndarray, int]:
-    """(advantage of every sample, groups without any) of the algorithms that compare samples of a group, group by
-    group."""
-    found, flat = np.zeros(len(rewards)), 0
+def by_group(settings: AlgorithmConfig, rewards: Sequence[float], groups: Sequence[str]) -> np.ndarray:
+    """The advantage of every sample, of the algorithms that compare samples of a group, group by group."""
+    found = np.zeros(len(rewards))
     whole = _spread(rewards) if settings.scale_rewards == "batch" and len(rewards) > 1 else 0.0
     for group in dict.fromkeys(groups):
         members = [i for i, g in enumerate(groups) if g == group]
         own = [rewards[i] for i in members]
         if len(set(own)) == 1:
-            flat += 1
             continue
         for place, i in enumerate(members):
             others = own[:place] + own[place + 1 :]
@@ -53,7 +51,7 @@ def by_group(settings: AlgorithmConfig, rewards: Sequence[float], groups: Sequen
                     found[i] /= _spread(own) + settings.std_epsilon
                 elif settings.name != "dr_grpo" and settings.scale_rewards == "batch":
                     found[i] /= whole + settings.std_epsilon
-    return found, flat
+    return found
 
 
 def by_token(
@@ -101,17 +99,17 @@ def loss(
     fields: Mapping[str, np.ndarray],
     totals: tuple[float, float],
     at: np.ndarray | None = None,
-) -> tuple[float, float, float]:
-    """(loss, mean ratio, fraction of tokens clipped) from fields logp, old, ref, advantage, weight, sequence, each [M],
-    token by token. totals: tokens and sequences of the whole batch. at: log-probabilities at which what is not
-    differentiated (CISPO's weight) is held; None: logp.
+) -> tuple[float, float, float, float]:
+    """(loss, mean ratio, fraction of tokens clipped, fraction clipped with a negative advantage) from fields logp, old,
+    ref, advantage, weight, sequence, each [M], token by token. totals: tokens and sequences of the whole batch. at:
+    log-probabilities at which what is not differentiated (CISPO's weight) is held; None: logp.
 
     Of built-in algorithms only.
     """
     logp, old, ref, advantage, weight, sequence = (
         fields[name] for name in ("logp", "old", "ref", "advantage", "weight", "sequence")
     )
-    objective, ratios, clips = np.zeros(len(logp)), np.zeros(len(logp)), 0
+    objective, ratios, clips, low_clips = np.zeros(len(logp)), np.zeros(len(logp)), 0, 0
     lengths = {s: int((sequence == s).sum()) for s in set(sequence.tolist())}
     for t in range(len(logp)):
         own = sequence == sequence[t]
@@ -132,13 +130,13 @@ def loss(
         if settings.name == "cispo":
             still = min(max(ratio(logp if at is None else at), low), high)
             objective[t] = still * a * logp[t]
-            clips += held != r
+            clips, low_clips = clips + (held != r), low_clips + (held != r and a < 0)
             continue
         objective[t] = min(r * a, held * a)
         clipped = held * a < r * a
         if settings.dual_clip and a < 0 and objective[t] < settings.dual_clip * a:
             objective[t], clipped = settings.dual_clip * a, True
-        clips += clipped
+        clips, low_clips = clips + clipped, low_clips + (clipped and a < 0)
     each = -objective
     if settings.kl_coef and settings.kl_in == "loss":
         each = each + settings.kl_coef * weight * k_estimate(settings.kl_estimator, logp, ref)
@@ -148,7 +146,21 @@ def loss(
         value = math.fsum(each) / (totals[1] * length)
     else:
         value = math.fsum(each[t] / lengths[sequence[t]] for t in range(len(each))) / totals[1]
-    return value, math.fsum(ratios) / totals[0], clips / totals[0]
+    return value, math.fsum(ratios) / totals[0], clips / totals[0], low_clips / totals[0]
+
+
+def correction(settings: AlgorithmConfig, recorded: np.ndarray, now: np.ndarray) -> tuple[list[float], list[bool]]:
+    """(weight of each token of a completion, whether its cap was active), from log-probabilities as sampled and under
+    the weights that train: token or sequence, truncated or masked (`algorithm.correction`)."""
+    level, _, kind = settings.correction.partition("_")
+    weights, capped, most = [], [], settings.correction_cap
+    for t in range(len(now)):
+        ratios = [math.exp(now[k] - recorded[k]) for k in range(len(now)) if level == "sequence" or k == t]
+        w = math.prod(ratios)
+        out = w > most or (kind == "masked" and w < 1 / most)
+        weights.append((most if kind == "truncated" else 0.0) if out else w)
+        capped.append(out)
+    return weights, capped
 
 
 def gradient(

@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.audit.definitions import by_group, by_token, k_estimate, loss
+from lockstep.audit.definitions import by_group, by_token
+from lockstep.audit.oracle_training import EXACT, Trained, earned, kl_penalty, trained_numbers
 from lockstep.config import Config
 from lockstep.store import StepRecord
 from lockstep.types import Trajectory
-
-EXACT, SUMMED, DEVICE = 1e-9, 1e-6, 1e-4
-"""Relative tolerances: float64 either way; float64 sums of float32; float32 sums on the device."""
 
 
 def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) -> list[str]:
@@ -46,18 +44,23 @@ def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) ->
         finish__stop=reasons.count("stop"),
         finish__length=reasons.count("length"),
     )
+    expect(EXACT, **_turns(everything))
     judged = _judged(config, kept)
-    expect(EXACT, groups__total=len({t.group_id for t in judged}))
+    expect(EXACT, groups__total=len({t.group_id for t in judged}), groups__zero_variance=len(_flat(config, judged)))
+    expect(EXACT, **_dynamic(config, kept, judged))
+    if every := config.algorithm.reference_every:
+        expect(EXACT, reference__step=(step.step - 1) // every * every)
     found: list[str] = []
     trained = _trained(step)
     if judged:
-        wanted_advantages, flat = _advantages(config, judged)
-        expect(EXACT, groups__zero_variance=flat)
+        wanted_advantages = _advantages(config, judged)
         idle = not any(np.any(a) for _, a, _ in trained) and _none_left(config, judged, wanted_advantages)
         if config.algorithm.built_in and not idle:  # what those of others should be, nobody else knows
             found = _wrong_advantages(wanted_advantages, trained)
     if trained:
-        _expect_training(config, trained, metrics, expect)
+        rewards_used = [_shaped(config, t) for t, _, _ in trained]
+        for tolerance, numbers in trained_numbers(config, step.step, trained, rewards_used, metrics):
+            expect(tolerance, **numbers)
     return found + [
         f"{name}: logged {metrics[name]!r}, recomputed {value!r}" if name in metrics else f"{name}: not logged"
         for name, value in wanted.items()
@@ -65,12 +68,10 @@ def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) ->
     ]
 
 
-Trained = list[tuple[Trajectory, np.ndarray, np.ndarray]]
 Wanted = Mapping[tuple[str, int], np.ndarray]
 
 
 def _trained(step: StepRecord) -> Trained:
-    """(trajectory, advantage of each token [T] or of all [1], trainer's log-probabilities) of those trained on."""
     whole = step.extra["advantage"]
     tokens = step.extra.get("token_advantages", [None] * len(whole))
     rows = zip(step.trajectories, whole, tokens, step.extra["trainer_logprobs"], strict=True)
@@ -92,12 +93,27 @@ def _judged(config: Config, kept: list[Trajectory]) -> list[Trajectory]:
     """Those that advantages are made from: with dynamic sampling, the first groups with different rewards."""
     if not config.algorithm.dynamic_rounds:
         return kept
-    rewards: dict[str, set[float]] = {}
-    for t in kept:
-        rewards.setdefault(t.group_id, set()).add(_shaped(config, t))
-    uneven = [g for g, found in rewards.items() if len(found) > 1] or list(rewards)
-    chosen = set(uneven[: config.rollout.prompts])
+    chosen = set(_useful(config, kept)[: config.rollout.prompts])
     return [t for t in kept if t.group_id in chosen]
+
+
+def _useful(config: Config, kept: list[Trajectory]) -> list[str]:
+    """Groups whose rewards differ; all, where none do."""
+    groups, flat = list(dict.fromkeys(t.group_id for t in kept)), set(_flat(config, kept))
+    return [g for g in groups if g not in flat] or groups
+
+
+def _dynamic(config: Config, kept: list[Trajectory], judged: list[Trajectory]) -> dict[str, float]:
+    """Of dynamic sampling. How many rounds there were is not to be seen where a whole group was lost."""
+    if not config.algorithm.dynamic_rounds:
+        return {}
+    surplus = len(_useful(config, kept)) - len({t.group_id for t in judged})
+    return {"dynamic/flat_groups": len(_flat(config, kept)), "dynamic/surplus_groups": surplus}
+
+
+def _turns(everything: list[Trajectory]) -> dict[str, float]:
+    turns = [len(t.turn_rewards) for t in everything if t.turn_rewards is not None]
+    return {"turns/mean": float(np.mean(turns)), "turns/max": max(turns)} if turns else {}
 
 
 def _none_left(config: Config, judged: list[Trajectory], advantages: Wanted) -> bool:
@@ -110,46 +126,30 @@ def _none_left(config: Config, judged: list[Trajectory], advantages: Wanted) -> 
     )
 
 
-def _earned(t: Trajectory) -> np.ndarray:
-    """[T] a turn's reward at the last token before what the environment said, or before the end."""
-    found = np.zeros(t.num_sampled)
-    if t.turn_rewards is None:
-        return found
-    drawn = np.ones(len(t.completion_ids), bool) if t.sampled is None else t.sampled
-    place, turn = -1, 0
-    for i, own in enumerate(drawn):
-        place += bool(own)
-        if own and (i + 1 == len(drawn) or not drawn[i + 1]):
-            found[place], turn = t.turn_rewards[turn], turn + 1
-    return found
+def _flat(config: Config, judged: Iterable[Trajectory]) -> list[str]:
+    """Groups whose rewards are all equal, in order."""
+    rewards: dict[str, set[float]] = {}
+    for t in judged:
+        rewards.setdefault(t.group_id, set()).add(_shaped(config, t))
+    return [group for group, found in rewards.items() if len(found) == 1]
 
 
-def _penalty(config: Config, t: Trajectory) -> np.ndarray:
-    """[T] what the KL in the reward takes off each token's."""
-    s = config.algorithm
-    if not s.kl_coef or s.kl_in != "reward" or t.reference_logprobs is None:
-        return np.zeros(t.num_sampled)
-    kl = k_estimate(s.kl_estimator, t.logprobs.astype(np.float64), t.reference_logprobs.astype(np.float64))
-    return s.kl_coef * kl * (1.0 if t.kept_logmass is None else np.exp(t.kept_logmass.astype(np.float64)))
-
-
-def _advantages(config: Config, judged: list[Trajectory]) -> tuple[Wanted, int]:
-    """(what each sample's tokens should be weighted with, groups whose rewards are all equal)."""
+def _advantages(config: Config, judged: list[Trajectory]) -> Wanted:
+    """What each sample's tokens should be weighted with."""
     s = config.algorithm
     keys = [(t.group_id, t.index) for t in judged]
     groups = [t.group_id for t in judged]
-    rewards, penalties = [_shaped(config, t) for t in judged], [_penalty(config, t) for t in judged]
+    rewards, penalties = [_shaped(config, t) for t in judged], [kl_penalty(config, t) for t in judged]
     outcomes = [r - math.fsum(p) for r, p in zip(rewards, penalties, strict=True)]
-    scores, flat = by_group(s, outcomes, groups)
     if s.name not in ("reinforce_pp", "ppo"):
-        return {k: np.array([a]) for k, a in zip(keys, scores, strict=True)}, flat
+        return {k: np.array([a]) for k, a in zip(keys, by_group(s, outcomes, groups), strict=True)}
     values = None
     if s.name == "ppo":
         values = [t.values for t in judged if t.values is not None]
         if len(values) < len(judged):
-            return {}, flat
-    earned = [_earned(t) for t in judged]
-    return dict(zip(keys, by_token(s, rewards, groups, penalties, values, earned), strict=True)), flat
+            return {}
+    turns = [earned(t) for t in judged]
+    return dict(zip(keys, by_token(s, rewards, groups, penalties, values, turns), strict=True))
 
 
 def _wrong_advantages(wanted: Wanted, trained: Trained) -> list[str]:
@@ -164,50 +164,6 @@ def _wrong_advantages(wanted: Wanted, trained: Trained) -> list[str]:
                 f"advantage of sample {t.index} of {t.group_id!r}: used {a[at]:.6g}, its rewards give {should[at]:.6g}"
             )
     return wrong[:1] + ([f"and {len(wrong) - 1} more advantages"] if len(wrong) > 1 else [])
-
-
-def _expect_training(config: Config, trained: Trained, metrics: Mapping[str, Any], expect: Any) -> None:
-    algorithm = config.algorithm
-    old32 = np.concatenate([t.logprobs for t, _, _ in trained])
-    new32 = np.concatenate([lp for _, _, lp in trained])
-    old, new = old32.astype(np.float64), new32.astype(np.float64)
-    kept = [np.zeros(len(lp)) if t.kept_logmass is None else t.kept_logmass for t, _, lp in trained]
-    mass = np.exp(np.concatenate(kept).astype(np.float64))
-    advantage = mass * np.concatenate([np.broadcast_to(a, len(lp)) for _, a, lp in trained])
-    d = new - old
-    weight = np.exp(d - d.max())
-    references = [t.reference_logprobs for t, _, _ in trained]
-    ref = np.zeros(len(new))
-    if all(r is not None for r in references):
-        ref = np.concatenate([r for r in references if r is not None]).astype(np.float64)
-        expect(
-            DEVICE,
-            **{f"kl/{algorithm.kl_estimator}": float((mass * k_estimate(algorithm.kl_estimator, new, ref)).mean())},
-        )
-    expect(SUMMED, tokens__trained=len(new))
-    # What an older version sampled was held against that version's weights, whose log-probabilities are not stored.
-    if all((t.versions == metrics["policy_version"]).all() for t, _, _ in trained):
-        expect(
-            SUMMED,
-            mismatch__unequal_tokens=int((old32.view(np.uint32) != new32.view(np.uint32)).sum()),
-            mismatch__max_abs=float(np.abs(d).max()),
-            mismatch__k1=float(-d.mean()),
-            mismatch__k3=float((np.expm1(d) - d).mean()),
-            mismatch__ess=float(weight.sum() ** 2 / (len(d) * (weight * weight).sum())),
-        )
-    # After more than one update, and with weights that a correction changed, losses follow from more than is stored.
-    if metrics.get("updates", 1) != 1 or algorithm.correction != "none" or algorithm.entropy_coef:
-        return
-    if not algorithm.built_in:
-        return
-    lengths = [len(lp) for _, _, lp in trained]
-    fields = {
-        "logp": new, "old": old, "ref": ref, "advantage": advantage, "weight": mass,
-        "sequence": np.repeat(np.arange(len(lengths)), lengths),
-    }  # fmt: skip
-    length = algorithm.aggregate_length or config.max_completion_tokens
-    value, ratio, clipped = loss(algorithm, length, fields, (len(new), len(lengths)))
-    expect(DEVICE, loss=value, ratio=ratio, clip_fraction=clipped)
 
 
 def _close(value: Any, wanted: float, tolerance: float) -> bool:

@@ -39,7 +39,8 @@ class Observation:
 @dataclass(frozen=True)
 class Turn:
     """What the policy wrote. text: special tokens skipped. ids: as sampled, a stop token included. finish_reason:
-    "length" where it was cut; then the episode ends with this step, whatever it returns. number: from 0."""
+    "length" where it was cut; then no turn follows, and a step that is not done is followed by `truncate`. number: from
+    0."""
 
     text: str
     ids: tuple[int, ...]
@@ -49,8 +50,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Step:
-    """What came of a turn. observation: what the policy reads next, not empty; needed unless `done`, unused if so.
-    reward: of this turn, finite; a sample's reward is the sum. done: the episode is over."""
+    """What came of a turn. observation: what the policy reads next, not empty; needed where there is a next turn, unused
+    where there is none. reward: of this turn, finite; a sample's reward is the sum. done: the episode is over."""
 
     observation: Observation | str | None = None
     reward: float = 0.0
@@ -110,8 +111,9 @@ class Guarded:
         self._state = "running"
         return _observation(await self._within("start", self._environment.start()))
 
-    async def step(self, turn: Turn) -> Step:
-        """With an `Observation` unless done. Raises EnvironmentFailure, before `start` and after `done` too."""
+    async def step(self, turn: Turn, last: bool = False) -> Step:
+        """With an `Observation` unless done or `last`: nothing is read any more. Raises EnvironmentFailure, before
+        `start` and after `done` too."""
         self._require("running", "step")
         step = await self._within("step", self._environment.step(turn))
         if not isinstance(step, Step):
@@ -121,7 +123,7 @@ class Guarded:
             self._state = "done"
             return Step(None, reward, done=True)
         observation = _observation(step.observation)
-        if observation is None:
+        if observation is None and not last:
             raise EnvironmentFailure("contract", "step is not done and returned no observation; what should be read?")
         return Step(observation, reward)
 

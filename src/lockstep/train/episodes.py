@@ -260,12 +260,13 @@ class Episodes:
             story.pieces.append(drawn)
             ids = drawn.completion_ids.tolist()
             turn = Turn(self._tokenizer.decode(ids), tuple(ids), drawn.finish_reason, number)
-            step = await guarded.step(turn)
+            cut = drawn.finish_reason == "length"
+            step = await guarded.step(turn, last=cut or number + 1 == self.environment.max_turns)
             story.rewards.append(step.reward)
-            if step.done or drawn.finish_reason == "length":
+            if step.done or cut:
                 return drawn.finish_reason, step.done
-            assert isinstance(step.observation, Observation)
             if number + 1 < self.environment.max_turns:
+                assert isinstance(step.observation, Observation)
                 story.pieces.append(self._said(story, ids, step.observation))
         return "length", False
 
