@@ -2,12 +2,13 @@
 
     python benchmarks/learning.py                                  # the sorting task, every algorithm
     python benchmarks/learning.py --task addition --only grpo,ppo  # the demo's model and task: hours for all
+    python benchmarks/learning.py --task calculator --seeds 1      # the recipe with a tool: half an hour a seed
     python benchmarks/learning.py --only ppo --seeds 1 --out ppo.json
     python benchmarks/learning.py --trl --steps 14                 # GRPO on the demo's task, beside TRL's
 
-The recipe is `recipes/sort.toml` (or `recipes/addition.toml`) with the words of `WORDS`; what they start from is made
-first. Runs of what is measured again replace its part of the JSON result; the figure is drawn from all of it. Every run
-is refused that has a step whose record was not the trainer's bit for bit.
+The recipe is `recipes/sort.toml` (or that of the task) with the words of `TASKS`; what they start from is made first.
+Runs of what is measured again replace its part of the JSON result; the figure is drawn from all of it. Every run is
+refused that has a step whose record was not the trainer's bit for bit.
 
 With `--trl` the runs are the pairs of `benchmarks/loop.py`: the same model files, prompts in the same order, settings
 and number of samples a step, so that reward per step is reward against samples.
@@ -46,14 +47,15 @@ DEMO_WORDS: dict[str, list[str]] = {
         "--critic={lora = {rank = 8, alpha = 16.0, last_layers = 10}, optim = {lr = 3e-3}}",
     ],
 }
-SHOWN = {"sort": "reward/sorting:in_order", "addition": "reward/first_line_exact"}
+TASKS = {"sort": WORDS, "addition": DEMO_WORDS, "calculator": {"grpo": []}}
+SHOWN = {"sort": "reward/sorting:in_order", "addition": "reward/first_line_exact", "calculator": "reward"}
 LAST = 10  # steps whose mean is what a run came to
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. SystemExit with a message when a value makes no sense."""
     parser = argparse.ArgumentParser(description="Reward per step of every algorithm.")
-    parser.add_argument("--task", choices=("sort", "addition"), default="sort")
+    parser.add_argument("--task", choices=tuple(TASKS), default="sort")
     parser.add_argument("--trl", action="store_true", help="lockstep's GRPO and TRL's in pairs, on the addition task")
     parser.add_argument("--only", help="algorithms, by comma (default: all of the task's)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
@@ -63,7 +65,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.trl and (args.only is not None or args.task != "sort"):
         parser.error("--trl compares GRPO on its own task; --only and --task are for runs without it")
-    args.words = WORDS if args.task == "sort" else DEMO_WORDS
+    args.words = TASKS[args.task]
     args.only = list(args.words) if args.only is None else args.only.split(",")
     if unknown := [name for name in args.only if name not in args.words]:
         parser.error(f"--only names {', '.join(unknown)}; {args.task} has {', '.join(args.words)}")
