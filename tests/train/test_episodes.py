@@ -172,9 +172,7 @@ def test_what_a_limit_cuts_off_is_still_judged(tokenizer: Tokenizer, settings: d
         assert t.failed == "environment contract: truncate gave the reward None; expected a finite number"
 
 
-@pytest.mark.parametrize(
-    ("settings", "rewards"), [({"max_turns": 2}, [0.25, 2.25]), ({"max_total_tokens": 2}, [2.25])]
-)
+@pytest.mark.parametrize(("settings", "rewards"), [({"max_turns": 2}, [0.25, 2.25]), ({"max_total_tokens": 2}, [2.25])])
 def test_what_nobody_will_read_need_not_be_said(
     tokenizer: Tokenizer, settings: dict[str, int], rewards: list[float]
 ) -> None:

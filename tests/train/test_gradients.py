@@ -147,6 +147,23 @@ def test_no_cut_of_the_batch_changes_loss_or_gradient(cut: str, make_policy, rec
     assert_same(policy.gradients(batches, record), whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gspo", "rloo", "cispo", "dr_grpo", "dapo", "raft"])
+def test_nor_that_of_any_algorithm(name: str, make_policy, plain, trajectories, advantages) -> None:
+    """Away from the record, where a ratio of whole completions has to find all their tokens."""
+    algorithm = make_algorithm(AlgorithmConfig(name=name, kl_coef=0.0), 8)
+    noisy = plain.recorded(trajectories, noise=0.1)
+    result, gradient = plain.gradients(plain.micro_batches(noisy, advantages), noisy, algorithm, exact=False)
+    assert abs(result.metrics["ratio"] - 1) > 1e-4
+    for axes, max_rows in (((), 16), ((("data", 2),), 16), ((("fsdp", 2), ("tensor", 2)), 1024)):
+        policy = make_policy(axes=axes)
+        cut = policy.micro_batches(noisy, advantages, max_rows)
+        got, other = policy.gradients(cut, noisy, algorithm, exact=False)
+        for metric in ("loss", "ratio", "clip_fraction", "loss/denominator"):
+            np.testing.assert_allclose(got.metrics[metric], result.metrics[metric], rtol=1e-5, err_msg=metric)
+        assert_close(other, gradient, 1e-5)
+
+
 def test_sharing_a_prompt_changes_nothing(plain, record, advantages, whole) -> None:
     alone = [replace(t, group_id=f"{t.group_id}/{t.index}") for t in record]
     shared, copied = plain.micro_batches(record, advantages), plain.micro_batches(alone, advantages, 16)
