@@ -1,7 +1,7 @@
 """Losses, gradients and advantages against TRL's own code, run once on fixed numbers (`tests/goldens/make_trl.py`).
 
 Where the two define a thing differently, the test says how: the clip of CISPO, the mean of `bnpo` over a batch that is
-cut, and the mean of an entropy bonus.
+cut, and the mean of an entropy bonus. TRL 1.16 has no PPO any more, and its SFT loss is the model's own cross-entropy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 from lockstep.algorithm_section import AlgorithmConfig
 from lockstep.algorithms import make_algorithm
 from lockstep.algorithms.base import Samples
+from lockstep.algorithms.bradley_terry import bradley_terry
 from lockstep.algorithms.dpo import dpo
 from lockstep.algorithms.losses import Tokens, Totals
 
@@ -121,6 +122,16 @@ def test_dpo_is_trl_s(number: int) -> None:
     (loss, metrics), slope = jax.value_and_grad(lambda r: dpo(r, golden["beta"], np.ones(len(r), bool)), has_aux=True)(
         ratios
     )
+    np.testing.assert_allclose(loss, golden["loss"], rtol=2e-6)
+    np.testing.assert_allclose(slope.T, golden["gradient"], rtol=1e-5)
+    assert {name: float(metrics[name]) for name in golden["metrics"]} == pytest.approx(golden["metrics"], rel=1e-5)
+
+
+@pytest.mark.parametrize("number", range(len(GOLDEN["reward_model"])))
+def test_a_reward_model_s_loss_is_trl_s(number: int) -> None:
+    golden = GOLDEN["reward_model"][number]
+    scores, margins = jnp.asarray(np.transpose(golden["scores"]), jnp.float32), np.float32(golden["margins"])
+    (loss, metrics), slope = jax.value_and_grad(bradley_terry, has_aux=True)(scores, margins, np.ones(3, bool))
     np.testing.assert_allclose(loss, golden["loss"], rtol=2e-6)
     np.testing.assert_allclose(slope.T, golden["gradient"], rtol=1e-5)
     assert {name: float(metrics[name]) for name in golden["metrics"]} == pytest.approx(golden["metrics"], rel=1e-5)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import trl
-from trl.trainer import dpo_trainer, grpo_trainer, rloo_trainer
+from trl.trainer import dpo_trainer, grpo_trainer, reward_trainer, rloo_trainer
 
 OUT = Path(__file__).parent / "trl.json"
 LENGTHS = [3, 1, 6, 2, 5, 4]
@@ -206,6 +206,28 @@ def dpo_case(beta: float) -> dict[str, Any]:
     }
 
 
+def reward_model_case(margins: list[float] | None) -> dict[str, Any]:
+    """Three pairs' scores; margins: by how much each chosen one should win, or None."""
+    scores = on_grid(np.random.default_rng(2).normal(0, 2, (2, 3)))
+    flat = torch.tensor(scores.reshape(-1, 1), dtype=torch.float64).requires_grad_()
+    trainer = stub(
+        (flat, flat), args=SimpleNamespace(center_rewards_coefficient=None), _total_train_tokens=0, _tp_size=1
+    )
+    inputs: dict[str, Any] = {"attention_mask": torch.ones(6, 3)}
+    if margins is not None:
+        inputs["margin"] = torch.tensor(margins, dtype=torch.float64)
+    loss = reward_trainer.RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=flat), inputs)
+    loss.backward()
+    said = trainer._metrics["train"]
+    return {
+        "scores": scores.tolist(),
+        "margins": margins or [0.0] * 3,
+        "loss": loss.item(),
+        "gradient": flat.grad.reshape(2, 3).tolist(),
+        "metrics": {name: said[name][0] for name in ("accuracy", "margin")},
+    }
+
+
 def statements(method: Any, first: str, last: str) -> Any:
     """Those of a method's body from the first that begins with one text to the last that begins with the other."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
@@ -270,6 +292,7 @@ def main() -> None:
         "grpo": {name: grpo_case(inputs, settings) for name, settings in GRPO.items()},
         "rloo": rloo_case(inputs),
         "dpo": [dpo_case(beta) for beta in (0.1, 0.5)],
+        "reward_model": [reward_model_case(margins) for margins in (None, [0.5, 0.0, 1.25])],
         "advantages": advantage_cases(inputs),
     }
     OUT.write_text(json.dumps(golden, indent=1) + "\n")
