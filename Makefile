@@ -38,7 +38,7 @@ model: $(VENV)/.installed
 	$(BIN)/lockstep models fetch smollm2-135m
 
 # Two processes side by side: a test keeps about one core busy. Each has its own compiled programs.
-ONE := tests/train tests/service tests/audit tests/models
+ONE := tests/train tests/service tests/models
 test: lint types
 	@$(MAKE) --no-print-directory -j2 test-one test-other
 

@@ -309,7 +309,9 @@ def test_sampling_on_a_mesh_is_sampling_on_one_device(axes: Axes) -> None:
     assert all(same_trajectory(a, b) for a, b in zip(one, many, strict=True))
 
 
-@pytest.mark.parametrize("axes", [*TRAINER_MESHES[:-1], pytest.param(TRAINER_MESHES[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "axes", [*TRAINER_MESHES[:2], *(pytest.param(axes, marks=pytest.mark.slow) for axes in TRAINER_MESHES[2:])]
+)
 def test_the_record_is_the_trainers_on_any_mesh(axes: Axes) -> None:
     """With the record of the single device, which is that of every rollout mesh (the test before). Under LoRA, with an
     adapter that is not zero, on the last layer only."""
@@ -336,7 +338,7 @@ def make_trainer(policy: Policy) -> Trainer:
     ("policy", "sampler"),
     [
         (Policy("llama", lora=True, axes=(("fsdp", 2),)), Policy("llama", lora=True)),
-        (Policy("gemma", "bfloat16"), Policy("gemma", "bfloat16")),
+        pytest.param(Policy("gemma", "bfloat16"), Policy("gemma", "bfloat16"), marks=pytest.mark.slow),
     ],
     ids=["lora on a mesh, trunk shared", "full bfloat16"],
 )
@@ -387,7 +389,9 @@ def test_fast_mode_differs_by_rounding_only() -> None:
     assert abs(found["mismatch/k1"]) < 1e-5 and found["mismatch/ess"] > 1 - 1e-6
 
 
-@pytest.mark.parametrize(("spec", "dtype"), [("gemma", "bfloat16"), ("qwen", "float32")])
+@pytest.mark.parametrize(
+    ("spec", "dtype"), [pytest.param("gemma", "bfloat16", marks=pytest.mark.slow), ("qwen", "float32")]
+)
 def test_a_rows_bits_depend_on_the_row_alone(spec: str, dtype: str) -> None:
     """One layer and the head, without an engine: 48 rows at other places of other tiles, among other numbers of rows,
     with wider indices, a larger pool, and NaN in the pool row that stands for what nobody may see."""
@@ -421,7 +425,6 @@ def test_a_rows_bits_depend_on_the_row_alone(spec: str, dtype: str) -> None:
         assert outputs(rng.permutation(n)[:count], n, width, more) == expected
 
 
-@pytest.mark.short_tiles
 def test_smollm2_records_what_the_trainer_computes() -> None:
     """The real model: 135 million parameters, 49152 tokens, 30 layers."""
     model = load_model("smollm2-135m")

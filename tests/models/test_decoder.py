@@ -108,7 +108,7 @@ def test_rows_are_the_slow_twin(case: str) -> None:
     assert np.abs(got - wanted).max() <= BOUND * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("tile", [TILE, 0])
+@pytest.mark.parametrize("tile", [TILE, pytest.param(0, marks=pytest.mark.slow)])
 def test_rows_are_the_slow_twin_with_an_adapter(tile: int) -> None:
     """Also without tiles; and the adapter matters, and is what merging it into the base gives."""
     spec, params, tokens = loaded("qwen2")

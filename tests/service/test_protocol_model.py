@@ -145,7 +145,9 @@ CONFORMANCE = {
 
 @pytest.mark.usefixtures("few_losses")
 @pytest.mark.parametrize("update", POLICIES)
-@pytest.mark.parametrize("part", CONFORMANCE)
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.slow] * (part == "versions")) for part in CONFORMANCE]
+)
 def test_the_code_does_what_the_model_says(part: str, update: str) -> None:
     edges, refused = conforms(replace(CONFORMANCE[part], update=update), each=32)
     print(f"{part}, {update}: {edges} edges, {refused} calls that must change nothing")
