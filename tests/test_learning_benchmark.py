@@ -57,7 +57,7 @@ def test_beside_trl_the_pairs_of_the_loops_benchmark_run(monkeypatch: pytest.Mon
 
 def test_every_algorithm_is_measured_and_every_word_is_a_recipe() -> None:
     assert set(learning.WORDS) == {*ALGORITHMS, learning.CONTROL}
-    for recipe, words in (("sort", learning.WORDS), ("addition", learning.DEMO_WORDS)):
+    for recipe, words in learning.TASKS.items():
         for name, given in words.items():
             config = load_config(ROOT / "recipes" / f"{recipe}.toml", given)
             assert config.algorithm.name == ("grpo" if name == learning.CONTROL else name)
@@ -116,10 +116,10 @@ def test_a_quarter_of_the_examples_is_right() -> None:
     assert all(sorted(e["prompt"][:-1]) == sorted(e["completion"]) for e in examples) and json.dumps(examples[0])
 
 
-@pytest.mark.parametrize("task", ["sort", "addition"])
+@pytest.mark.parametrize("task", learning.TASKS)
 def test_the_page_shows_what_was_measured(task: str) -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / f"learning_{task}.json").read_text())["results"]
-    assert set(found) == set(learning.WORDS if task == "sort" else learning.DEMO_WORDS)
+    assert set(found) == set(learning.TASKS[task])
     page = (ROOT / "docs" / "learning.md").read_text()
     written = page.partition(f"<!-- {task} -->\n")[2].partition(f"<!-- /{task} -->")[0]
     assert written == learning.table(found) + "\n"

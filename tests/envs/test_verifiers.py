@@ -68,7 +68,7 @@ def play(adapted: Adapted, row: dict[str, Any], said: list[str], cut: bool = Fal
 
 def test_turns_are_those_of_the_librarys_own_rollout(vf: Any) -> None:
     adapted = Adapted(lambda: guessing(vf))
-    row = next(r for r in (adapted.rows(i, 0) for i in range(9)) if r["answer"] == "5")
+    row = next(r for r in (adapted.rows(i, 0) for i in range(9)) if r["example"]["answer"] == "5")
     assert [m["role"] for m in row["prompt"]] == ["system", "user"]
     first, second, third = play(adapted, row, ["7", "3", "5"])
     assert (first.observation.text, second.observation.text) == ("lower", "higher")
@@ -80,7 +80,7 @@ def test_turns_are_those_of_the_librarys_own_rollout(vf: Any) -> None:
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_what_a_limit_of_the_recipe_ends_is_judged(vf: Any, cut: bool) -> None:
-    row = {**QUESTIONS[4], "example_id": 4, "prompt": [{"role": "user", "content": "?"}]}
+    row = {"example": {**QUESTIONS[4], "example_id": 4, "prompt": [{"role": "user", "content": "?"}]}}
     assert play(Adapted(lambda: guessing(vf)), row, ["7", "3"], cut)[-1] == pytest.approx(-0.2)
 
 
@@ -92,7 +92,7 @@ def test_what_a_limit_of_the_recipe_ends_is_judged(vf: Any, cut: bool) -> None:
     ],
 )
 def test_what_goes_wrong_is_said(vf: Any, said: str, why: str) -> None:
-    row = {**QUESTIONS[4], "example_id": 4, "prompt": [{"role": "user", "content": "?"}]}
+    row = {"example": {**QUESTIONS[4], "example_id": 4, "prompt": [{"role": "user", "content": "?"}]}}
     with pytest.raises(EnvironmentFailure, match=why):
         play(Adapted(lambda: guessing(vf)), row, ["9", said])
 
@@ -125,10 +125,10 @@ def test_tools_called_by_an_api_and_rewards_of_groups_are_refused(vf: Any) -> No
 
 def test_every_epoch_has_every_row_in_an_order_of_its_own(vf: Any) -> None:
     adapted = Adapted(lambda: guessing(vf))
-    answers = [adapted.rows(i, 3)["answer"] for i in range(18)]
+    answers = [adapted.rows(i, 3)["example"]["answer"] for i in range(18)]
     assert sorted(answers[:9]) == sorted(answers[9:]) and answers[:9] != answers[9:]
-    assert answers == [adapted.rows(i, 3)["answer"] for i in range(18)]
-    assert answers != [adapted.rows(i, 4)["answer"] for i in range(18)]
+    assert answers == [adapted.rows(i, 3)["example"]["answer"] for i in range(18)]
+    assert answers != [adapted.rows(i, 4)["example"]["answer"] for i in range(18)]
 
 
 def test_ctrl_c_stays_the_runs(vf: Any) -> None:

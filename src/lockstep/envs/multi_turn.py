@@ -50,8 +50,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Step:
-    """What came of a turn. observation: what the policy reads next, not empty; needed where there is a next turn, unused
-    where there is none. reward: of this turn, finite; a sample's reward is the sum. done: the episode is over."""
+    """What came of a turn. observation: what the policy reads next, not empty; needed where there is a next turn, else
+    unused. reward: of this turn, finite; a sample's reward is the sum. done: the episode is over."""
 
     observation: Observation | str | None = None
     reward: float = 0.0

@@ -55,31 +55,33 @@ class Adapted:
         return made
 
     def rows(self, index: int, seed: int) -> dict[str, Any]:
-        """Rows of its data set without end, each epoch in an order of its own. `prompt` has the messages."""
+        """Rows of its data set without end, each epoch in an order of its own: `prompt`, the messages, and `example`,
+        the row itself."""
         dataset = self.environment.get_dataset()
         size = len(dataset)
         epoch, at = divmod(index, size)
         order = random.Random(derive_seed(seed, "verifiers", epoch)).sample(range(size), size)
-        return dict(dataset[order[at]])
+        example = dict(dataset[order[at]])
+        return {"prompt": example["prompt"], "example": example}
 
     def make(self, row: Mapping[str, Any], seed: int) -> Environment:
-        """One rollout of it. seed: unused; the library's environments take none."""
+        """One rollout of it. row: as `rows` gives it. seed: unused; the library's environments take none."""
         return _Rollout(self.environment, row)
 
 
 class _Rollout(Environment):
     def __init__(self, environment: Any, row: Mapping[str, Any]) -> None:
-        self._environment, self._row = environment, row
+        self._environment, self._example = environment, dict(row["example"])
         self._client = _client_class()()
         self._seen: list[dict[str, Any]] = []
         self._task: asyncio.Task[Any] | None = None
 
     async def start(self) -> None:
         """Raises ValueError where it begins with other messages than the row's prompt."""
-        run = self._environment.run_rollout(dict(self._row), self._client, "lockstep", {})
+        run = self._environment.run_rollout(self._example, self._client, "lockstep", {})
         self._task = asyncio.ensure_future(run)
         asked = await self._next()
-        wanted = _plain(self._row["prompt"])
+        wanted = _plain(self._example["prompt"])
         if asked != wanted:
             began = "ended before a turn" if asked is None else f"begins with {asked}"
             raise ValueError(f"the rollout {began}; the policy has read the row's prompt {wanted}")
