@@ -78,7 +78,7 @@ def trained_numbers(
         yield SUMMED, {"correction/capped": float(np.concatenate(capped).mean())}
     if updates == 1 and s.built_in:
         yield from _first_update(config, trained, metrics)
-    if config.critic is not None and config.train.epochs * parts == 1:
+    if s.name == "ppo" and config.train.epochs * parts == 1:
         yield from _critic(config, trained, rewards)
 
 
