@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from lockstep.algorithms import make_algorithm
 from lockstep.algorithms.base import Advantages, Algorithm, Samples
 from lockstep.algorithms.checked import judged
 from lockstep.algorithms.losses import Tokens, Totals
-from lockstep.errors import AlgorithmError, ConfigError
+from lockstep.errors import AlgorithmError, ConfigError, RewardError
 
 GOOD = Advantages(np.array([1.0, -1.0]), 0, 1)
 SAMPLES = Samples.of([1.0, 0.0], ["g", "g"], lengths=[2, 3])
@@ -42,8 +43,15 @@ def told(answer: Any = GOOD, said: Any = None) -> Algorithm:
 
 
 def test_what_is_right_passes() -> None:
-    for answer in (GOOD, replace(GOOD, per_token=ROWS, returns=ROWS, used=np.array([True, False]))):
-        assert judged(told(answer), SAMPLES) is answer
+    """Lists too, as the arrays that they stand for."""
+    assert judged(told(), SAMPLES).per_sample.tolist() == GOOD.per_sample.tolist()
+    lists = [row.tolist() for row in ROWS]
+    for rows, used in ((ROWS, np.array([True, False])), (lists, [True, False])):
+        given = replace(GOOD, per_sample=GOOD.per_sample.tolist(), per_token=rows, returns=rows, used=used)
+        found = judged(told(given), SAMPLES)
+        arrays = [found.per_sample, *found.per_token, *found.returns]  # type: ignore[misc]
+        assert {a.dtype for a in arrays} == {np.dtype(np.float64)}
+        assert found.used.tolist() == [True, False] and [a.tolist() for a in found.per_token] == lists  # type: ignore
 
 
 @pytest.mark.parametrize(
@@ -54,10 +62,16 @@ def test_what_is_right_passes() -> None:
         ([1.0, 2.0], "gave list, expected"),
         (replace(GOOD, per_sample=np.zeros(3)), r"gave per_sample \(3,\) float64, expected \[2\] numbers"),
         (replace(GOOD, per_sample=np.array(["a", "b"])), r"gave per_sample \(2,\) <U1"),
-        (replace(GOOD, per_sample=np.array([0.0, np.nan])), r"gave per_sample\[1\] = nan; a group without spread"),
+        (replace(GOOD, per_sample=np.array([0.0, np.nan])), r"gave per_sample\[1\] = nan, .*a group without spread"),
         (replace(GOOD, per_token=ROWS[:1]), "gave per_token of 1 samples, expected 2"),
         (replace(GOOD, per_token=ROWS[::-1]), r"gave per_token\[0\] \(3,\) float64, expected \[2\]"),
         (replace(GOOD, returns=[ROWS[0], ROWS[1] * np.inf]), r"gave returns\[1\]\[0\] = inf"),
+        (
+            replace(GOOD, per_sample=np.array([0.0, 1e39])),
+            r"gave per_sample\[1\] = 1e\+39, expected what float32",
+        ),
+        (replace(GOOD, zero_variance=None), "gave zero_variance = None, expected how many groups"),
+        (replace(GOOD, groups="x"), "gave groups = 'x', expected how many groups"),
         (replace(GOOD, used=np.array([1, 0])), r"gave used \(2,\) int64, expected \[2\] bool"),
         (replace(GOOD, used=np.array([True])), r"gave used \(1,\) bool, expected \[2\] bool"),
     ],
@@ -87,6 +101,21 @@ def test_an_objective_of_other_shapes_is_refused(said: Any) -> None:
         told(said=said).loss(ones, None, tokens, totals)
     loss, _ = told(said=lambda x: (x, x > 2)).loss(ones, None, tokens, totals)
     assert float(loss) == -1.0
+
+
+@pytest.mark.parametrize(
+    "said", [lambda x: 1 / 0, lambda x: (x if float(x[0]) > 0 else -x, x > 0), lambda x: (np.asarray(x), x > 0)]
+)
+def test_an_objective_that_raises_is_named(said: Any) -> None:
+    ones = jnp.ones(4)
+    tokens = Tokens(ones > 0, ones, ones, ones, ones, jnp.zeros(4, int))
+    with pytest.raises(AlgorithmError, match=r"mine:Told: objective raised \w+: .*jax.numpy instead of numpy"):
+        jax.jit(lambda x: told(said=said).loss(x, None, tokens, Totals(np.float32(4), np.float32(1))))(ones)
+
+
+def test_rewards_that_no_deviation_can_be_made_of_are_refused() -> None:
+    with pytest.raises(RewardError, match=r"the reward of sample 1 \(group 'h'\) is -1e\+200; expected at most 1e\+30"):
+        Samples.of([1e29, -1e200], ["g", "h"])
 
 
 def test_values_and_a_critic_go_together(tmp_path) -> None:

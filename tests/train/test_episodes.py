@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,6 +184,51 @@ def test_what_nobody_will_read_need_not_be_said(
             assert t.failed is None and t.turn_rewards.tolist() == rewards and t.finish_reason == "length"
 
 
+class Plain(Talk):
+    """Who forgot that it is asynchronous, or ends the process."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.wrong = what
+
+    def step(self, turn: Turn) -> Any:
+        if self.wrong == "raises":
+            raise ValueError("boom")
+        return Step("hm")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda row, seed: Plain("returns"), "environment contract: step returned Step(observation='hm', reward=0"),
+        (lambda row, seed: Plain("raises"), "environment exception: step raised ValueError: boom"),
+        (lambda row, seed: None, "environment contract: a:b returned None, which has no start, step, truncate, close"),
+        (lambda row, seed: sys.exit(2), "environment exception: a:b raised SystemExit: 2"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_the_sample_s_failure_too(tokenizer: Tokenizer, make: Any, why: str) -> None:
+    ended = play(tokenizer, Service(tokenizer), make)
+    assert ended.outcome == "finished" and [t.failed.startswith(why) for t in ended.trajectories] == [True, True]
+
+
+def test_an_environment_that_ends_the_process_ends_its_sample(tokenizer: Tokenizer) -> None:
+    class Closes(Talk):
+        async def close(self) -> None:
+            raise SystemExit(4)
+
+    for t in play(tokenizer, Service(tokenizer), lambda row, seed: Closes()).trajectories:
+        assert t.failed.startswith("environment exception: close raised SystemExit: 4")
+
+
+def test_rewards_that_add_up_to_infinity_are_no_reward(tokenizer: Tokenizer) -> None:
+    class Rich(Talk):
+        async def step(self, turn: Turn) -> Step:
+            return Step("hm<|im_end|>", np.float64(1.5e308), done=turn.number == 1)
+
+    for t in play(tokenizer, Service(tokenizer), lambda row, seed: Rich()).trajectories:
+        assert t.failed == "environment contract: the turns' rewards add up to inf; they are too large"
+
+
 async def forever() -> Step:
     await asyncio.sleep(3600)
     return Step()
@@ -209,6 +255,12 @@ FAILURES = [
     (lambda turn: Step(), "environment contract: step is not done and returned no observation"),
     (lambda turn: None, "environment contract: step returned None"),
     (lambda turn: Step("x", float("nan")), "environment contract: step gave the reward nan"),
+    (lambda turn: Step("x", 10**400), "environment contract: step gave the reward 1000"),
+    (lambda turn: Step("x", "1"), "environment contract: step gave the reward '1'"),
+    (lambda turn: Step("x", done="no"), "environment contract: step is done = 'no'; expected True or False"),
+    (lambda turn: Step("\ud800"), "environment contract: an observation is no valid Unicode"),
+    (lambda turn: Step(Observation("x", "assistant")), "environment contract: an observation's role is 'assistant'"),
+    (lambda turn: sys.exit(3), "environment exception: step raised SystemExit: 3"),
     (lambda turn: Step(Observation(3)), "environment contract: an observation is Observation(text=3"),
 ]
 

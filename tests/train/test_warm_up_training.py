@@ -30,6 +30,7 @@ from lockstep.models import LoadedModel, load_model
 from lockstep.models.decoder import reference_logits
 from lockstep.models.spec import ModelSpec
 from lockstep.supervised_recipe import DpoRecipe, SftRecipe, SupervisedRecipe, load_supervised
+from lockstep.train.supervised.examples import require_different
 from lockstep.train.supervised.likelihood import Continuations, PromptedText
 from lockstep.train.supervised.run import Training, describe, make_training, run_supervised
 
@@ -250,6 +251,12 @@ def test_a_score_that_is_not_finite_stops_the_step(trainings: dict[str, Training
     assert trainer.model.trainable is broken
 
 
+def test_weights_that_an_update_destroys_are_neither_kept_nor_written(recipe: Make, tmp_path: Path) -> None:
+    with pytest.raises(NumericsError, match=r"update 0: it would make .* NaN or infinite .*was not applied"):
+        run_supervised(recipe("sft", tmp_path, "--optim.lr=1e38", "--optim.weight_decay=1e3"), console=quiet())
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +378,13 @@ def test_a_bad_row_is_named_and_leaves_no_run_behind(name: str, recipe: Make, tm
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_texts_that_are_the_same_tokens_are_no_pair() -> None:
+    """To a tokenizer that does not know their characters, or under a template that trims them."""
+    require_different(np.array([1, 2]), np.array([1, 3]), "x.jsonl:1")
+    with pytest.raises(DataError, match=r"x.jsonl:1: the two completions are the same 2 tokens.*neither is better"):
+        require_different(np.array([1, 2]), np.array([1, 2]), "x.jsonl:1")
+
+
 def test_what_does_not_fit_is_refused(recipe: Make, folder: Path, tmp_path: Path) -> None:
     refusals: list[tuple[str, tuple[str, ...], str]] = [
         ("sft", ("--sft.micro_batch_rows=8",), r"cannot hold one sequence of `sft.max_tokens` = 24 rows"),
@@ -383,6 +397,8 @@ def test_what_does_not_fit_is_refused(recipe: Make, folder: Path, tmp_path: Path
             recipe(kind, tmp_path, *words)
     with pytest.raises(ConfigError, match=r"sft.max_tokens = 600, but .* was made for 512 positions"):
         make_training(recipe("sft", tmp_path, "--sft.max_tokens=600", "--sft.micro_batch_rows=600"))
+    with pytest.raises(ConfigError, match=r"`optim.warmup_steps` = 99 is more than the 18 updates of this run"):
+        make_training(recipe("sft", tmp_path, "--optim.warmup_steps=99"))
     for kind in KINDS:
         with pytest.raises(ConfigError, match=rf"a recipe with \[{kind}\] trains on a file"):
             parse_config(RECIPES[kind], overrides=[], folder=folder, where="x.toml")

@@ -30,7 +30,9 @@ from lockstep.algorithms.losses import (
     masked,
     policy_ratio,
 )
-from lockstep.errors import AlgorithmError
+from lockstep.errors import AlgorithmError, RewardError
+
+LARGEST_REWARD = 1e30  # the squares of a batch of these add up in float64, and float32 holds them
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Samples:
     @staticmethod
     def of(rewards: Sequence[float] | np.ndarray, group_ids: Sequence[str], **more: Any) -> Samples:
         """Checked. Without lengths, each has one token. Raises ValueError for a reward that is not finite: failed
-        samples are dropped before this point, not averaged in."""
+        samples are dropped before this point, not averaged in. RewardError for one that no deviation can be made of."""
         values = np.asarray(rewards, np.float64)
         if values.shape != (len(group_ids),):
             raise ValueError(f"expected one reward per group id, got {values.shape} rewards and {len(group_ids)} ids")
@@ -61,6 +63,12 @@ class Samples:
             bad = int(np.flatnonzero(~np.isfinite(values))[0])
             raise ValueError(
                 f"reward of sample {bad} (group {group_ids[bad]!r}) is {values[bad]}; drop failed samples first"
+            )
+        if np.abs(values).max(initial=0) > LARGEST_REWARD:
+            bad = int(np.abs(values).argmax())
+            raise RewardError(
+                f"the reward of sample {bad} (group {group_ids[bad]!r}) is {values[bad]:.3g}; expected at most "
+                f"{LARGEST_REWARD:g}, whose squares add up to a deviation. Scale the reward"
             )
         lengths = np.asarray(more.pop("lengths", np.ones(len(values), np.int64)))
         return Samples(values, list(group_ids), lengths, **more)
@@ -153,7 +161,14 @@ class Algorithm:
 
     def _objective(self, logp: jax.Array, ratio: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         """`objective`, its shapes checked: an array of another shape would be broadcast into some other loss."""
-        found, expected = self.objective(logp, ratio, tokens), tokens.mask.shape
+        try:
+            found, expected = self.objective(logp, ratio, tokens), tokens.mask.shape
+        except Exception as error:
+            what = str(error).partition("\n")[0]  # jax explains itself at length
+            raise AlgorithmError(
+                f"algorithm {self.settings.name}: objective raised {type(error).__name__}: {what}. It is traced: "
+                "jax.numpy instead of numpy, and no `if` on values (docs/algorithms.md)"
+            ) from error
         shapes = [getattr(x, "shape", None) for x in found] if isinstance(found, tuple) else [type(found).__name__]
         if shapes != [expected, expected]:
             raise AlgorithmError(

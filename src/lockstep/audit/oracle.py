@@ -51,7 +51,7 @@ def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) ->
     if every := config.algorithm.reference_every:
         expect(EXACT, reference__step=(step.step - 1) // every * every)
     found: list[str] = []
-    trained = _trained(step)
+    trained, idle = _trained(step), False
     if judged:
         wanted_advantages = _advantages(config, judged)
         idle = not any(np.any(a) for _, a, _ in trained) and _none_left(config, judged, wanted_advantages)
@@ -59,7 +59,7 @@ def differences(config: Config, step: StepRecord, metrics: Mapping[str, Any]) ->
             found = _wrong_advantages(wanted_advantages, trained)
     if trained:
         rewards_used = [_shaped(config, t) for t, _, _ in trained]
-        for tolerance, numbers in trained_numbers(config, step.step, trained, rewards_used, metrics):
+        for tolerance, numbers in trained_numbers(config, step.step, trained, rewards_used, metrics, idle):
             expect(tolerance, **numbers)
     return found + [
         f"{name}: logged {metrics[name]!r}, recomputed {value!r}" if name in metrics else f"{name}: not logged"

@@ -49,13 +49,13 @@ def earned(t: Trajectory) -> np.ndarray:
 
 
 def trained_numbers(
-    config: Config, step: int, trained: Trained, rewards: Sequence[float], metrics: Mapping[str, Any]
+    config: Config, step: int, trained: Trained, rewards: Sequence[float], metrics: Mapping[str, Any], idle: bool
 ) -> Expected:
     """rewards: of the samples trained on, less what their length costs. metrics: as logged, for what the trajectories
-    do not show (the version that trained)."""
+    do not show (the version that trained). idle: nothing was left to train on."""
     s = config.algorithm
     counts = len(np.concatenate([lp for _, _, lp in trained])), len(trained)
-    alone = config.critic is not None and step <= config.critic.warmup_steps
+    alone = idle or (config.critic is not None and step <= config.critic.warmup_steps)
     parts = min(config.train.mini_batches, counts[1])
     updates = 0 if alone else config.train.epochs * parts
     yield EXACT, {"updates": updates}
@@ -78,7 +78,7 @@ def trained_numbers(
         yield SUMMED, {"correction/capped": float(np.concatenate(capped).mean())}
     if updates == 1 and s.built_in:
         yield from _first_update(config, trained, metrics)
-    if s.name == "ppo" and config.train.epochs * parts == 1:
+    if s.name == "ppo" and not idle and config.train.epochs * parts == 1:
         yield from _critic(config, trained, rewards)
 
 

@@ -16,16 +16,22 @@ An environment is made for one sample and used once: `start`, then `step` until 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
+import numbers
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from lockstep.envs.outcome import short
 from lockstep.loading import describe_exception
 from lockstep.types import FinishReason
 
 T = TypeVar("T")
+Role = Literal["user", "tool", "system"]
+ROLES = get_args(Role)
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Observation:
     """What the policy reads next. role: whose turn it is in a chat template; without one the text stands as it is."""
 
     text: str
-    role: Literal["user", "tool", "system"] = "user"
+    role: Role = "user"
 
 
 @dataclass(frozen=True)
@@ -109,16 +115,18 @@ class Guarded:
         """Raises EnvironmentFailure, on a second call too."""
         self._require("new", "start")
         self._state = "running"
-        return _observation(await self._within("start", self._environment.start()))
+        return _observation(await self._within("start", self._environment.start))
 
     async def step(self, turn: Turn, last: bool = False) -> Step:
         """With an `Observation` unless done or `last`: nothing is read any more. Raises EnvironmentFailure, before
         `start` and after `done` too."""
         self._require("running", "step")
-        step = await self._within("step", self._environment.step(turn))
+        step = await self._within("step", partial(self._environment.step, turn))
         if not isinstance(step, Step):
             raise EnvironmentFailure("contract", f"step returned {short(step)}; expected a Step")
         reward = _finite("step", step.reward)
+        if not isinstance(step.done, bool):
+            raise EnvironmentFailure("contract", f"step is done = {short(step.done)}; expected True or False")
         if step.done:
             self._state = "done"
             return Step(None, reward, done=True)
@@ -131,13 +139,13 @@ class Guarded:
         """Raises EnvironmentFailure, before `start` and after `done` too."""
         self._require("running", "truncate")
         self._state = "done"
-        return _finite("truncate", await self._within("truncate", self._environment.truncate()))
+        return _finite("truncate", await self._within("truncate", self._environment.truncate))
 
     async def close(self) -> None:
         """Raises EnvironmentFailure; a second call does nothing."""
         if self._state != "closed":
             self._state = "closed"
-            await self._within("close", self._environment.close())
+            await self._within("close", self._environment.close)
 
     def _require(self, state: str, name: str) -> None:
         if self._state != state:
@@ -145,9 +153,9 @@ class Guarded:
                 "contract", f"{name} of an environment that is {self._state}; it is used once: start, steps, close"
             )
 
-    async def _within(self, name: str, call: Awaitable[T]) -> T:
+    async def _within(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         # Not wait_for: it would wait for code that ignores its cancellation.
-        task = asyncio.ensure_future(call)
+        task = asyncio.ensure_future(_called(name, call))
         try:
             done, _ = await asyncio.wait({task}, timeout=self._deadline_s)
         except asyncio.CancelledError:
@@ -158,13 +166,29 @@ class Guarded:
             raise EnvironmentFailure("timeout", f"{name} took more than {self._deadline_s:g} s")
         try:
             return task.result()
-        except (Exception, asyncio.CancelledError) as error:
+        except asyncio.CancelledError as error:
             raise EnvironmentFailure("exception", f"{name} raised {describe_exception(error)}") from error
 
 
+async def _called(name: str, call: Callable[[], Awaitable[T]]) -> T:
+    """Raises EnvironmentFailure whatever the call raises: what ends a process (SystemExit) would end the event loop
+    that all episodes share, and nobody would hear of it."""
+    try:
+        found = call()
+        if not inspect.isawaitable(found):
+            raise EnvironmentFailure("contract", f"{name} returned {short(found)} at once; define it with `async def`")
+        return await found
+    except (EnvironmentFailure, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise EnvironmentFailure("exception", f"{name} raised {describe_exception(error)}") from error
+
+
 def _finite(name: str, reward: object) -> float:
-    if isinstance(reward, bool | int | float) and math.isfinite(reward):
-        return float(reward)
+    if isinstance(reward, numbers.Real):
+        with suppress(OverflowError):
+            if math.isfinite(found := float(reward)):
+                return found
     raise EnvironmentFailure("contract", f"{name} gave the reward {short(reward)}; expected a finite number")
 
 
@@ -176,4 +200,10 @@ def _observation(given: object) -> Observation | None:
         raise EnvironmentFailure("contract", f"an observation is {short(given)}; expected text or an Observation")
     if not found.text:
         raise EnvironmentFailure("contract", "an observation is empty; there would be nothing to read")
+    if found.role not in ROLES:
+        raise EnvironmentFailure("contract", f"an observation's role is {found.role!r}; expected one of {ROLES}")
+    try:
+        found.text.encode()
+    except UnicodeEncodeError as error:
+        raise EnvironmentFailure("contract", f"an observation is no valid Unicode: {error}") from error
     return found

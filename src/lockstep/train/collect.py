@@ -38,7 +38,7 @@ class Experience:
     advantages were made from, in groups. batch: those that are trained on, with what reference and critic say;
     advantages: per sample of the batch, of all its tokens or [T]. returns: [T] each, where there is a critic. trunks:
     the frozen layers' output, where that was needed. counts: for the step's metrics. asked: as it was asked for, in
-    rounds."""
+    rounds. silent: nothing is left to train on, and the batch has advantages of 0."""
 
     prompts: list[Prompt]
     everything: list[Trajectory]
@@ -50,6 +50,7 @@ class Experience:
     trunks: list[jax.Array] | None
     counts: dict[str, Any]
     asked: list[Batch]
+    silent: bool = False
 
 
 @dataclass
@@ -148,6 +149,7 @@ class Collector:
             trunks,
             counts | dropped_counts(found.dropped) | dict(found.scored),
             found.asked,
+            silent,
         )
 
     def samples(self, kept: Sequence[Trajectory]) -> Samples:
@@ -184,14 +186,14 @@ class Collector:
         return rewards - overlong(lengths, most, s.overlong_tokens, s.overlong_penalty)
 
     def _select(self, kept: Sequence[Trajectory], groups: Advantages, number: int) -> tuple[np.ndarray, bool]:
-        """(indices of the rollouts to train on, in order; whether there are none, and these are to have advantage 0,
-        so that the step is one that changes nothing but the optimizer's counts)."""
+        """(indices of the rollouts to train on, in order; whether there are none: then of those whose numbers the step
+        logs, and that change nothing)."""
         config = self.config
         used = np.ones(len(kept), bool) if groups.used is None else groups.used.copy()
         if config.algorithm.mask_truncated:
             used &= np.array([t.finish_reason != "length" for t in kept])
         if not used.any():
-            self._warn(f"step {number}: no completion is left to train on; the step goes on with advantages of 0")
+            self._warn(f"step {number}: no completion is left to train on; nothing is updated")
             return np.arange(len(kept)), True
         indices = np.flatnonzero(used)
         if config.train.select == "all":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ import numpy as np
 from lockstep.environment_section import EnvironmentConfig
 from lockstep.envs.judge import Background
 from lockstep.envs.multi_turn import EnvironmentFailure, Guarded, MakeEnvironment, Observation, Turn
+from lockstep.envs.outcome import short
 from lockstep.errors import LockstepError, QueueFullError, TokenizerError
 from lockstep.loading import describe_exception, load_function
 from lockstep.models.tokenizer import Tokenizer
@@ -207,6 +209,8 @@ class Episodes:
             reason, done = await self._play(story, guarded, request, index, seed, on_event)
             if not done:
                 story.rewards[-1] += await guarded.truncate()
+            if not math.isfinite(total := sum(story.rewards)):
+                raise EnvironmentFailure("contract", f"the turns' rewards add up to {total}; they are too large")
         except EnvironmentFailure as error:
             failed = str(error)
         finally:
@@ -220,10 +224,17 @@ class Episodes:
     def _made(self, prompt: Prompt, seed: int) -> Guarded:
         try:
             made = self._make(copy.deepcopy(dict(prompt.row)), seed)
-        except Exception as error:  # the user's code: any
+        except (Exception, SystemExit) as error:  # the user's code: any
             raise EnvironmentFailure(
                 "exception", f"{self.environment.function} raised {describe_exception(error)}"
             ) from error
+        methods = ("start", "step", "truncate", "close")
+        if missing := [name for name in methods if not callable(getattr(made, name, None))]:
+            raise EnvironmentFailure(
+                "contract",
+                f"{self.environment.function} returned {short(made)}, which has no {', '.join(missing)}; expected an "
+                "Environment",
+            )
         return Guarded(made, self.environment.step_deadline_s)
 
     async def _begin(self, story: Story, guarded: Guarded) -> None:

@@ -202,6 +202,7 @@ class Loop:
             stale,
             found.trunks,
             found.returns,
+            found.silent,
         )
         result = update(self.config, cluster.trainer, cluster.critic, cluster.geometry, work)
         self._require_finite(result)

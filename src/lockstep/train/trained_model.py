@@ -94,7 +94,8 @@ class TrainedModel:
 
     def update(self, grads: dict[str, jax.Array], number: int, name: str) -> dict[str, float]:
         """Apply one update; returns `grad_norm` (before clipping) and `lr`. number: updates before it. name: the
-        model's, for the error. Raises NumericsError, and changes nothing, where the gradient is not finite."""
+        model's, for the error. Raises NumericsError, and changes no weight, where the gradient or what comes of it is
+        not finite."""
         norm = float(gradient_norm(grads))
         if not math.isfinite(norm):
             raise NumericsError(
@@ -102,8 +103,15 @@ class TrainedModel:
                 f"backward pass overflowed in {self.programs.num.dtype}. No update was applied; use a lower learning "
                 'rate, or model.dtype = "float32"'
             )
-        self.trainable, self.optimizer_state = self._update(grads, self.optimizer_state, self.trainable)
-        return {"grad_norm": norm, "lr": float(self._schedule(number))}
+        trainable, self.optimizer_state = self._update(grads, self.optimizer_state, self.trainable)
+        rate = float(self._schedule(number))
+        if broken := not_finite(trainable):
+            raise NumericsError(
+                f"{name}, update {number}: it would make {listed(broken)} NaN or infinite (gradient norm {norm:.3g}, "
+                f"learning rate {rate:.3g}), and was not applied; use a lower learning rate, or clip at a lower norm"
+            )
+        self.trainable = trainable
+        return {"grad_norm": norm, "lr": rate}
 
 
 def outputs_of(programs: Programs, weights: SplitWeights, batch: MicroBatch) -> np.ndarray:

@@ -61,7 +61,8 @@ def correction(
 class Work:
     """What a step trains on. advantages: per sample, of all its tokens or [T]. returns: for the critic, [T] each, or
     None. stale, trunks: as `Trainer.step` takes them, of the batch in its order. recompute: asked for what the first
-    part does not show."""
+    part does not show. silent: nothing is updated, only held against the record: a KL or an entropy in the loss, a
+    momentum and a weight decay move weights also where every advantage is 0."""
 
     number: int
     batch: Sequence[Trajectory]
@@ -70,6 +71,7 @@ class Work:
     stale: Mapping[int, np.ndarray | None]
     trunks: Sequence[jax.Array] | None = None
     returns: Sequence[np.ndarray] | None = None
+    silent: bool = False
 
 
 def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Geometry, work: Work) -> StepResult:
@@ -84,7 +86,7 @@ def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Ge
     drawn = parts(len(real), train.epochs, train.mini_batches, (config.run.seed, work.number))
     whole = np.arange(len(batch))
     plan = [[real[p] if len(cuts) > 1 else whole for p in cuts] for cuts in drawn]
-    alone = critic is not None and critic.trains_alone(work.number - 1)
+    alone = work.silent or (critic is not None and critic.trains_alone(work.number - 1))
     corrects = settings.correction != "none"
     now: list[np.ndarray | None] = [None] * len(batch)
     # The first part's come out of its own update, before which no weight has moved.
@@ -106,7 +108,7 @@ def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Ge
                 own = work.trunks if len(chosen) == len(batch) else None
                 done = updates_made(trainer.optimizer_state)
                 results.append(trainer.step(micro, chosen, work.number - 1 if done is None else done, own, held))
-            if critic is not None and work.returns is not None:
+            if critic is not None and work.returns is not None and not work.silent:
                 values.append(_critic_step(critic, chosen, [work.returns[i] for i in indices], work.number))
     counts |= _means(values) | {"updates": len(results)}
     if len(results) == 1:

@@ -191,7 +191,17 @@ def test_an_algorithm_of_ones_own(kit, train, left, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--algorithm={mask_truncated = true}", "--rollout.stop=[]"], ["--algorithm.name=raft"]],
+    [
+        # What would move weights without any advantage: an entropy, a KL (the reference is another policy), a decay.
+        [
+            "--algorithm={mask_truncated = true, entropy_coef = 0.1, kl_coef = 0.1}",
+            "--rollout.stop=[]",
+            "--rollout.max_new_tokens=1",
+            "--optim.weight_decay=0.1",
+            "--optim.lr=0.1",
+        ],
+        ["--algorithm.name=raft"],
+    ],
     ids=["cut", "raft"],
 )
 def test_a_step_with_nothing_to_train_on_is_a_step(kit, opened, left, tmp_path: Path, words: list[str]) -> None:
@@ -204,7 +214,8 @@ def test_a_step_with_nothing_to_train_on_is_a_step(kit, opened, left, tmp_path: 
         after = loop.cluster.trainer.trainable
     run = left(loop.run_dir)
     (m,) = run.metrics()
-    if "raft" in words[0] or all(t.finish_reason == "length" for t in run.step(1).trajectories):
-        assert all(np.array_equal(before[path], np.asarray(after[path])) for path in before)
-        assert "no completion is left to train on" in (loop.run_dir / "log.txt").read_text()
-    assert differences(config, run.step(1), m) == []
+    assert "raft" in words[0] or {t.finish_reason for t in run.step(1).trajectories} == {"length"}
+    assert all(np.array_equal(before[path], np.asarray(after[path])) for path in before)
+    assert "no completion is left to train on; nothing is updated" in (loop.run_dir / "log.txt").read_text()
+    assert m["updates"] == 0 and "loss" not in m and m["mismatch/unequal_tokens"] == 0
+    assert differences(config, run.step(1), m) == [] and unnoticed(config, run.step(1), m) == []

@@ -97,3 +97,13 @@ class Columns:
         if better == worse:
             raise DataError(f"{where}: the two completions are the same, so neither is better: {better!r:.80}")
         return better, worse
+
+
+def require_different(chosen: np.ndarray, rejected: np.ndarray, where: str) -> None:
+    """Raise DataError for two texts of a pair that are the same tokens: nothing could be learned from them, and they
+    would count."""
+    if np.array_equal(chosen, rejected):
+        raise DataError(
+            f"{where}: the two completions are the same {len(chosen)} tokens to this model's tokenizer (or template), "
+            "so neither is better; leave the row out"
+        )

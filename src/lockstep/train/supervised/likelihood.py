@@ -22,7 +22,7 @@ from lockstep.supervised_recipe import DpoRecipe, SftRecipe
 from lockstep.train.batching import Geometry, MicroBatch, make_micro_batches
 from lockstep.train.scored_text import Template
 from lockstep.train.sequences import unscored
-from lockstep.train.supervised.examples import Columns, Examples, Row
+from lockstep.train.supervised.examples import Columns, Examples, Row, require_different
 from lockstep.train.supervised.objective import Objective, SupervisedTrainer
 from lockstep.train.supervised.reward import by_pair
 
@@ -184,7 +184,10 @@ class DpoObjective(LikelihoodObjective):
         wanted = self._wanted
         prompt = self._columns.prompt(row, wanted.prompt_column, where)
         texts = self._columns.pair(row, wanted.chosen_column, wanted.rejected_column, where)
-        return self._text.ids(prompt, texts, where)
+        found = self._text.ids(prompt, texts, where)
+        chosen, rejected = found.completions
+        require_different(chosen, rejected, where)
+        return found
 
     def judge(self, items: Sequence[Continuations], scores: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
         reference = [item.reference for item in items]

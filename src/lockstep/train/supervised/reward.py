@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -20,8 +19,10 @@ from lockstep.supervised_recipe import RewardRecipe
 from lockstep.train.batching import Geometry, MicroBatch
 from lockstep.train.scored_text import ScoredText
 from lockstep.train.sequences import at_last, last_of, sequence_batches
-from lockstep.train.supervised.examples import Columns, Row
+from lockstep.train.supervised.examples import Columns, Row, require_different
 from lockstep.train.supervised.objective import Objective
+
+LARGEST_MARGIN = 1e6  # far beyond any difference of scores; float32 holds losses of this size
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,15 @@ class PairObjective(Objective[Pair]):
         margin = 0.0
         if wanted.margin_column is not None:
             found = columns.field(row, "margin_column", wanted.margin_column, where)
-            if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-                raise DataError(f"{where}: {wanted.margin_column!r} must be a finite number, got {found!r:.80}")
+            number = isinstance(found, int | float) and not isinstance(found, bool)
+            if not number or not abs(found) <= LARGEST_MARGIN:
+                raise DataError(
+                    f"{where}: {wanted.margin_column!r} must be a difference of scores, a number of at most "
+                    f"{LARGEST_MARGIN:g}, got {found!r:.80}"
+                )
             margin = float(found)
         chosen, rejected = (self._text.ids(prompt, text, where) for text in texts)
+        require_different(chosen, rejected, where)
         return Pair(chosen, rejected, margin)
 
     def lay_out(self, items: Sequence[Pair], geometry: Geometry) -> list[MicroBatch]:

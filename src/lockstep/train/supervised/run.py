@@ -89,6 +89,11 @@ def make_training(recipe: SupervisedRecipe, say: Say | None = None) -> Training:
     num = Numerics(recipe.model.dtype, tile, PAGE_SIZE, scale, recipe.tensor_parts)
     programs = shared_programs(model.spec, num, dial.mesh(recipe.ROLE), leaves.all)
     updates = wanted.epochs * data.batches_per_epoch(wanted.batch)
+    if recipe.optim.warmup_steps > updates:
+        raise ConfigError(
+            f"`optim.warmup_steps` = {recipe.optim.warmup_steps} is more than the {updates} updates of this run: its "
+            "learning rate would never be reached; use fewer"
+        )
     trained = make_trained_model(model, programs, leaves, recipe.optim, (updates, 1), seed, {})
     geometry = Geometry(programs.row_shards, wanted.micro_batch_rows, tile, PAGE_SIZE)
     trainer = SupervisedTrainer(trained, objective, geometry, wanted.batch)
