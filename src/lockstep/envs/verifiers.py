@@ -38,6 +38,7 @@ class Adapted:
     def __init__(self, build: Callable[[], Any]) -> None:
         """build: makes the `verifiers.Environment`; called once, when rows or samples are first asked for."""
         self._build = build
+        self._order: tuple[tuple[int, int], list[int]] = ((-1, 0), [])
 
     @cached_property
     def environment(self) -> Any:
@@ -60,12 +61,16 @@ class Adapted:
         dataset = self.environment.get_dataset()
         size = len(dataset)
         epoch, at = divmod(index, size)
-        order = random.Random(derive_seed(seed, "verifiers", epoch)).sample(range(size), size)
-        example = dict(dataset[order[at]])
+        if self._order[0] != (epoch, seed):
+            drawn = random.Random(derive_seed(seed, "verifiers", epoch)).sample(range(size), size)
+            self._order = (epoch, seed), drawn
+        example = dict(dataset[self._order[1][at]])
         return {"prompt": example["prompt"], "example": example}
 
     def make(self, row: Mapping[str, Any], seed: int) -> Environment:
         """One rollout of it. row: as `rows` gives it. seed: unused; the library's environments take none."""
+        if "example" not in row:
+            raise ConfigError(f"the row has {sorted(row)} and no `example`; take the rows from `Adapted.rows`")
         return _Rollout(self.environment, row)
 
 
