@@ -37,10 +37,10 @@ demo-short: model
 model: $(VENV)/.installed
 	$(BIN)/lockstep models fetch smollm2-135m
 
-# Two processes side by side: a test keeps about one core busy. Each has its own compiled programs.
+# Two processes of tests side by side, and the types: a test keeps about one core busy. Each has its own compiled programs.
 ONE := tests/train tests/service tests/models
-test: lint types
-	@$(MAKE) --no-print-directory -j2 test-one test-other
+test: lint
+	@$(MAKE) --no-print-directory -j3 types test-one test-other
 
 test-one: $(VENV)/.installed-test
 	$(BIN)/pytest -m "not slow" $(ONE)

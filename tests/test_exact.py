@@ -299,7 +299,7 @@ def short_run(policy: Policy) -> list[Trajectory]:
 @pytest.mark.parametrize(
     "axes",
     [
-        ROLLOUT_MESHES[1],
+        pytest.param(ROLLOUT_MESHES[1], marks=pytest.mark.slow),
         pytest.param(ROLLOUT_MESHES[2], marks=pytest.mark.slow),
         pytest.param(ROLLOUT_MESHES[3], marks=pytest.mark.slow),
     ],

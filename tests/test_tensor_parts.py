@@ -201,7 +201,7 @@ def test_another_order_of_summation_is_seen(
     place_of_fault: str, fault: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On four devices only, as a faulty collective would be."""
-    policy, _ = CASES[1]
+    policy, _ = CASES[0]
     monkeypatch.setattr(parts, place_of_fault, fault)
     on_four = replace(policy, axes=FOUR)
     assert bits(on_four.sampled(on_four.make_programs())) != bits(record(policy))
@@ -217,7 +217,7 @@ class AlwaysDraft(Payoff):
 @pytest.mark.slow
 def test_swaps_drafts_and_changed_distributions_on_a_mesh() -> None:
     """Too few pages, caches that are cut by heads copied out and back, tokens guessed, penalties and top-k."""
-    policy, _ = CASES[0]
+    policy = Policy("qwen", lora=True)
     prompts, seeds, params = requests("qwen")
     params = replace(params, max_new_tokens=16, top_k=20, presence_penalty=0.5, top_logprobs=2)
     found = []

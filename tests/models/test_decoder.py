@@ -96,7 +96,8 @@ def check_against_twin(
 
 # Alike to Llama and to Qwen3, but for what their spec says.
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in ("mistral", "qwen2"))) for c in CASES]
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c in ("mistral", "qwen2", "smollm2", "gemma2"))) for c in CASES],
 )
 def test_rows_are_the_slow_twin(case: str) -> None:
     """And, so that no fault can sit in what the two share, the model that transformers runs."""

@@ -221,7 +221,7 @@ def begin(house: House, devices: int = 1, **options: Any) -> Run:
         ("full", 1, {"drafts": True, "num_pages": 6, "swap": "always"}),
         pytest.param("full", 2, {"decode_steps": 8, "num_pages": 9, "swap": "always"}, marks=pytest.mark.slow),
         ("full", 2, {"drafts": True, "num_pages": 9, "swap": "never"}),
-        ("lora", 1, {"decode_steps": 8, "num_pages": 9, "swap": "always"}),
+        pytest.param("lora", 1, {"decode_steps": 8, "num_pages": 9, "swap": "always"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -85,10 +85,8 @@ CASES = {
 }
 
 
-@pytest.mark.short_tiles
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "cut, computed again")) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_more_is_compiled_after_a_warm_up(tiny_programs, tiny_params, name: str) -> None:
     params, options, num = CASES[name]
     made = {k: v() if k == "drafts" else v for k, v in options.items()}

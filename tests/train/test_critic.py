@@ -158,7 +158,8 @@ def test_values_and_gradients_are_those_of_the_plain_way(case: str, trajectories
         assert np.abs(gradient(made)[path] - wanted).max() <= 1e-4 * scale, path
 
 
-@pytest.mark.parametrize(("axes", "max_rows"), [((), 16), pytest.param((("data", 2),), 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("axes", "max_rows"), [((), 16), ((("data", 2),), 16)])
+@pytest.mark.slow
 def test_no_cut_of_the_batch_changes_a_value_bit_or_the_update(axes, max_rows, trajectories, targets) -> None:
     whole, cut = critic(), critic(axes=axes, max_rows=max_rows)
     a, b = whole.step(trajectories, *targets, 0), cut.step(trajectories, *targets, 0)

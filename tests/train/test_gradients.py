@@ -135,9 +135,7 @@ def assert_same(got: Any, whole: Any) -> None:
     assert_close(got[1], whole[1], 2e-6)
 
 
-@pytest.mark.parametrize(
-    "cut", [pytest.param(c, marks=[pytest.mark.slow] * ("data x" in c or "two" in c)) for c in CUTS]
-)
+@pytest.mark.parametrize("cut", [pytest.param(c, marks=[pytest.mark.slow] * ("devices" in c)) for c in CUTS])
 def test_no_cut_of_the_batch_changes_loss_or_gradient(cut: str, make_policy, record, advantages, whole) -> None:
     axes, max_rows = CUTS[cut]
     policy = make_policy(axes=axes)
@@ -211,6 +209,7 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(whole) -> None:
     assert whole[0].metrics["ratio"] == 1.0 and whole[0].metrics["clip_fraction"] == 0.0
 
 
+@pytest.mark.slow
 def test_the_trunk_shortcut_changes_no_bit(make_policy, trajectories, advantages) -> None:
     policy = make_policy(**LAST_LAYER)
     record = policy.recorded(trajectories, 16)

@@ -95,6 +95,7 @@ def test_episodes_are_played_on_the_service(kit, train, url: str, tokens: Path, 
     assert all(r["turns/max"] == 2 for r in read_jsonl(there / "metrics.jsonl").records)
 
 
+@pytest.mark.slow
 def test_a_killed_replica_costs_time_and_nothing_else(
     kit, train, url: str, server: tuple[str, int], tokens: Path, tmp_path: Path, monkeypatch
 ) -> None:
