@@ -123,6 +123,7 @@ def test_a_warm_up_changes_no_completion(make_engine, tiny_programs, tiny_params
         ]
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_compiled_late(tiny_programs, tiny_params) -> None:
     """The count can fail: an engine that was warmed up for less."""
     engine = engine_of(fresh(tiny_programs), tiny_params())

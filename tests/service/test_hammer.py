@@ -40,7 +40,7 @@ def hammered(hammer: ModuleType, folder: Path, update: str, swaps: int, replicas
 
 
 @pytest.mark.parametrize(
-    ("update", "swaps", "replicas"), [pytest.param("dual", 4, 1, marks=pytest.mark.slow), ("drain", 2, 2)]
+    ("update", "swaps", "replicas"), [pytest.param("dual", 4, 1, marks=pytest.mark.slow), ("drain", 2, 1)]
 )
 def test_swaps_under_load(hammer: ModuleType, tiny_folder: Path, update: str, swaps: int, replicas: int) -> None:
     hammered(hammer, tiny_folder, update, swaps, replicas)
