@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trl", action="store_true", help="lockstep's GRPO and TRL's in pairs, on the addition task")
     parser.add_argument("--only", help="algorithms, by comma (default: all of the task's)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
-    parser.add_argument("--steps", type=int, help="per run (default: the recipe's)")
+    parser.add_argument("--steps", type=int, help="per run (default: the recipe's; 15 with --trl)")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "benchmarks" / "learning")
     parser.add_argument("--out", type=Path, help="the JSON result; a figure with the same name goes beside it")
     args = parser.parse_args(argv)
@@ -78,7 +78,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def beside_trl(args: argparse.Namespace) -> str:
     """The pairs of runs, and their rewards as Markdown. SystemExit where the two cannot be compared."""
     words = ["--rounds=1", f"--seeds={args.seeds}", f"--out={args.out}", f"--work={args.work.parent}"]
-    words += [] if args.steps is None else [f"--steps={args.steps}"]
+    words.append(f"--steps={args.steps or 15}")
     try:
         return learning_table(loop.compared(loop.parse_arguments(words))["summary"])
     except loop.BenchmarkError as error:

@@ -44,6 +44,7 @@ def test_beside_trl_the_pairs_of_the_loops_benchmark_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(learning.loop, "compared", compared)
     assert learning.main(["--trl", "--steps", "14", "--out", str(tmp_path / "o.json")]) == 0
     assert asked == [(14, 1, 3, tmp_path / "o.json", "smollm2-135m")]
+    assert learning.main(["--trl"]) == 0 and asked[-1][:3] == (15, 1, 3)
     with pytest.raises(SystemExit):
         learning.parse_arguments(["--trl", "--only", "ppo"])
 

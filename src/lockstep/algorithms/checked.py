@@ -51,7 +51,7 @@ def _per_token(algorithm: Algorithm, name: str, arrays: Sequence[Any], lengths: 
 
 
 def _numbers(algorithm: Algorithm, name: str, array: Any, length: int) -> np.ndarray:
-    values = np.asarray(array, np.float64) if isinstance(array, list | tuple) and not array else np.asarray(array)
+    values = np.asarray(array)
     if values.shape != (length,) or values.dtype.kind not in "fiu":
         raise _wrong(algorithm, f"gave {name} {values.shape} {values.dtype}, expected [{length}] numbers")
     finite = np.isfinite(values) & (np.abs(values.astype(np.float64)) <= np.finfo(np.float32).max)

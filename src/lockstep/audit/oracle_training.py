@@ -55,9 +55,9 @@ def trained_numbers(
     do not show (the version that trained). idle: nothing was left to train on."""
     s = config.algorithm
     counts = len(np.concatenate([lp for _, _, lp in trained])), len(trained)
-    alone = idle or (config.critic is not None and step <= config.critic.warmup_steps)
+    rests = idle or (config.critic is not None and step <= config.critic.warmup_steps)
     parts = min(config.train.mini_batches, counts[1])
-    updates = 0 if alone else config.train.epochs * parts
+    updates = 0 if rests else config.train.epochs * parts
     yield EXACT, {"updates": updates}
     yield SUMMED, {"tokens/trained": counts[0]}
     behind = metrics["policy_version"] - np.concatenate([t.versions for t, _, _ in trained])
@@ -72,7 +72,7 @@ def trained_numbers(
         length = s.aggregate_length or config.max_completion_tokens
         whole = {"token_mean": counts[0], "sequence_mean": counts[1], "constant": counts[1] * length}[s.aggregate]
         yield SUMMED, {"loss/denominator": whole / parts}
-    if s.correction != "none" and not alone:
+    if s.correction != "none" and not rests:
         weights, capped = _corrections(config, trained)
         yield SUMMED, {"correction/mean": float(np.concatenate(weights).mean())}
         yield SUMMED, {"correction/capped": float(np.concatenate(capped).mean())}

@@ -24,12 +24,11 @@ from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lockstep.envs.multi_turn import Environment, Observation, Step, Turn
+from lockstep.envs.multi_turn import ROLES, Environment, Observation, Step, Turn
 from lockstep.envs.sources import derive_seed
 from lockstep.errors import ConfigError
 
 VERSIONS = ">=0.1.14,<0.4"
-ROLES = ("user", "tool", "system")
 
 
 class Adapted:

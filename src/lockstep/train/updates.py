@@ -86,23 +86,23 @@ def update(config: Config, trainer: Trainer, critic: Critic | None, geometry: Ge
     drawn = parts(len(real), train.epochs, train.mini_batches, (config.run.seed, work.number))
     whole = np.arange(len(batch))
     plan = [[real[p] if len(cuts) > 1 else whole for p in cuts] for cuts in drawn]
-    alone = work.silent or (critic is not None and critic.trains_alone(work.number - 1))
+    rests = work.silent or (critic is not None and critic.trains_alone(work.number - 1))
     corrects = settings.correction != "none"
     now: list[np.ndarray | None] = [None] * len(batch)
     # The first part's come out of its own update, before which no weight has moved.
-    asked = whole if corrects or alone else np.setdiff1d(whole, plan[0][0])
+    asked = whole if corrects or rests else np.setdiff1d(whole, plan[0][0])
     if len(asked):
         for i, lp in zip(asked, work.recompute([batch[i] for i in asked.tolist()]), strict=True):
             now[i] = lp
     weighed, counts = _weighed(settings, batch, work.advantages, now if corrects else None)
-    if alone:
+    if rests:
         trainer.require_records(batch, [work.stale.get(i, lp) for i, lp in enumerate(now)])
     results: list[StepResult] = []
     values: list[dict[str, float]] = []
     for epoch, cuts in enumerate(plan):
         for indices in (cut.tolist() for cut in cuts):
             chosen = [batch[i] for i in indices]
-            if not alone:
+            if not rests:
                 held = _held_against(indices, work.stale, now, first=not results, again=epoch > 0)
                 micro = make_micro_batches(chosen, [weighed[i] for i in indices], config.rollout.temperature, geometry)
                 own = work.trunks if len(chosen) == len(batch) else None
